@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
+import pytest
 from tests.llamaserver.conftest import PROGRAM
 from tests.llamaserver.hosts import Host, Keeping, keeping, llama_server, prompt
 
@@ -126,3 +128,35 @@ def test_callers_with_different_keys_are_apart(host: Callable[..., Host], keep: 
     narrower = front.ask([*ids, 5, 6], key="one", cache_salt="mine")
     assert (narrower.cached, narrower.restored) == (0, 0)
     assert front.post("/v1/messages", {}).status_code == 403
+
+
+def test_a_wrong_key_gets_nothing_restored(
+    host: Callable[..., Host], keep: Callable[..., Keeping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THEIR_KEY", "right")
+    server = host("llama", "--api-key", "right", "--parallel", "1")
+    front = keep(server, "--api-key-env", "THEIR_KEY")
+    ids = prompt(HEAD, 11)
+    front.ask(ids, key="right")
+    front.saved()
+    front.settled()
+    server.restart()
+    wrong = front.ask([*ids, 5, 6], key="wrong")
+    assert (wrong.status, wrong.restored) == (401, None)
+    assert front.ask([*ids, 5, 6], key="right").restored == HEAD
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_answer(
+    host: Callable[..., Host], keep: Callable[..., Keeping], stream: bool
+) -> None:
+    server = host("llama", "--parallel", "1")
+    front = keep(server)
+    body = {"prompt": prompt(HEAD, 12), "n_predict": 700, "stream": stream, "n_probs": 400, "ignore_eos": True}
+    with pytest.raises(httpx.TimeoutException):
+        post = httpx.Client(timeout=httpx.Timeout(60, read=0.3))
+        with post.stream("POST", f"{front.url}/completion", json=body) as answer:
+            for _ in answer.iter_lines():
+                raise httpx.ReadTimeout("it leaves while the stream goes on")
+    front.settled()
+    assert front.ask(prompt(HEAD, 13)).status == 200

@@ -51,6 +51,7 @@ class Settings:
 class Lease:
     """A slot lent to a request, and what is known of that. `predicted` tokens were answered, if the server told."""
 
+    table: Table
     slot: Slot
     tokens: TokenIds
     tenant: str | None
@@ -119,24 +120,27 @@ class Keeper:
 
     # ---- before a request ----
 
-    async def lend(self, path: str, body: Mapping[str, Any], tenant: str | None) -> Lease | None:
+    async def lend(
+        self, path: str, body: Mapping[str, Any], tenant: str | None, caller: Mapping[str, str]
+    ) -> Lease | None:
         """Return a slot that holds as much of a request's prompt as can be found. None: it goes on without."""
         try:
             epoch = await asyncio.to_thread(self._archive.epoch)
-            _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body))
+            _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body, caller))
             if tokens is None or not len(tokens):
                 return None
-            slot, common = await self._table.lend(tokens, tenant)
+            table = self._table
+            slot, common = await table.lend(tokens, tenant)
         except FAILURES as error:
             self._failed("lookup", error)
             return None
-        lease = Lease(slot, tokens, tenant, epoch, common)
+        lease = Lease(table, slot, tokens, tenant, epoch, common)
         try:
             await self._fill(lease)
         except FAILURES as error:
             self._failed("restore", error)
         except BaseException:
-            await self._table.give_back(slot)
+            await table.give_back(slot)
             raise
         self._counts["prompt_tokens"] += len(tokens)
         self._counts["slot_tokens"] += 0 if lease.restored else lease.common
@@ -193,7 +197,7 @@ class Keeper:
             self._failed("save", error)
             return
         finally:
-            await self._table.give_back(slot)
+            await lease.table.give_back(slot)
         if saved is not None and found is not None:
             await self._keep(lease, found, saved)
 

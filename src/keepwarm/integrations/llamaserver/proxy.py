@@ -29,11 +29,30 @@ log = logging.getLogger(__name__)
 
 _METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"]
 _OWN = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive"))  # of one connection
-# Answers that are computed in slots which the server chooses: they would show a caller what others have asked.
-_UNKEPT = frozenset(("/v1/messages", "/responses", "/v1/responses", "/infill", "/v1/audio/transcriptions"))
+_KEYS = ("authorization", "x-api-key")
+# With tenants, nothing else is passed on: the server would compute it in a slot of its own choice, or tell of others.
+_SHARED = frozenset([
+    "/health",
+    "/v1/health",
+    "/models",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/embedding",
+    "/embeddings",
+    "/v1/embeddings",
+    "/rerank",
+    "/reranking",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/input_tokens",
+])
 _UNSUITED = ("lora", "n_cmpl")  # fields of requests whose KV is not that of their tokens alone
 _LAST = 4096  # bytes of an answer in which its times are looked for
 _PREDICTED = re.compile(rb'"predicted_n":\s*(\d+)')
+_LEFT = 499  # as nginx has it: the client is gone
 _CLOSING = 60.0  # seconds for what is still to be saved
 
 
@@ -108,20 +127,20 @@ class Proxy:
 
     async def _answer(self, request: Request) -> Response:
         path, raw = request.url.path, await request.body()
-        if self._tenants and path in _UNKEPT:
-            return _error(403, f"{path} is not served with --tenants: llama-server would answer it in anybody's slot")
+        if self._tenants and path not in CHATS | COMPLETIONS | _SHARED:
+            return _error(403, f"{path} is not served with --tenants: llama-server does not keep callers apart there")
         lease = None
         if request.method == "POST" and path in CHATS | COMPLETIONS:
-            lease, raw = await self._lent(path, raw, self._tenant(request))
+            caller = {name: request.headers[name] for name in _KEYS if name in request.headers}
+            lease, raw = await self._lent(path, raw, caller)
         if request.method == "POST" and path == "/lora-adapters":
             for keeper in self._keepers.values():
                 keeper.forget()
         return await self._passed_on(request, raw, lease)
 
-    def _tenant(self, request: Request) -> str:
-        return request.headers.get("authorization", "") if self._tenants else ""
-
-    async def _lent(self, path: str, raw: bytes, caller: str) -> tuple[tuple[Keeper, Lease] | None, bytes]:
+    async def _lent(
+        self, path: str, raw: bytes, caller: Mapping[str, str]
+    ) -> tuple[tuple[Keeper, Lease] | None, bytes]:
         """Return the slot of a request, and the request with its number."""
         self.counts["requests"] += 1
         try:
@@ -130,9 +149,10 @@ class Proxy:
             return None, raw
         if not isinstance(body, dict):
             return None, raw
-        tenant = "\n".join(each for each in (caller, str(body.pop("cache_salt", None) or "")) if each)
+        keys = caller.values() if self._tenants else ()
+        tenant = "\n".join(each for each in (*keys, str(body.pop("cache_salt", None) or "")) if each)
         keeper = self._keeper(str(body.get("model", "")))
-        lease = await keeper.lend(path, body, tenant or None) if _is_suited(body) else None
+        lease = await keeper.lend(path, body, tenant or None, caller) if _is_suited(body) else None
         if lease is None:
             self.counts["unkept"] += 1
             if self._tenants or tenant:
@@ -156,20 +176,21 @@ class Proxy:
         except BaseException:
             self._finish(lent, None)
             raise
+        if answer is None:
+            self._finish(lent, None)
+            return Response(status_code=_LEFT)
         told = {name: value for name, value in answer.headers.items() if name not in _OWN}
         if lent is not None:
             told |= {"x-keepwarm-slot": str(lent[1].slot.number), "x-keepwarm-restored": str(lent[1].restored)}
         return StreamingResponse(self._relayed(answer, lent), answer.status_code, told)
 
-    async def _sent(self, asked: httpx.Request, request: Request) -> httpx.Response:
-        """Send a request. It is cancelled if its client leaves."""
+    async def _sent(self, asked: httpx.Request, request: Request) -> httpx.Response | None:
+        """Send a request. Return None if its client left before the server answered, which was told to stop then."""
         sending = asyncio.ensure_future(self._http.send(asked, stream=True))
         leaving = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise asyncio.CancelledError
-            return sending.result()
+            return sending.result() if sending.done() else None
         finally:
             leaving.cancel()
             sending.cancel()

@@ -12,7 +12,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 
 CHATS = frozenset(("/chat/completions", "/v1/chat/completions"))
 COMPLETIONS = frozenset(("/completion", "/completions", "/v1/completions"))
-_CONNECTING, _ANSWERING = 5.0, 30.0  # seconds; answers wait for the server's step, and its end waits for them
+_CONNECTING, _ANSWERING = 5.0, 120.0  # seconds; answers wait for the server's step, and its end waits for them
 
 
 class Refused(Exception):
@@ -43,8 +43,13 @@ class LlamaServer:
 
     def of(self, model: str) -> LlamaServer:
         """Return one model of a router."""
-        other = LlamaServer(self._http, None, model)
-        other._headers = self._headers
+        other = self._as(self._headers)
+        other.model = model
+        return other
+
+    def _as(self, caller: Mapping[str, str]) -> LlamaServer:
+        other = LlamaServer(self._http, None, self.model)
+        other._headers = dict(caller)
         return other
 
     async def props(self) -> dict[str, Any]:
@@ -64,15 +69,20 @@ class LlamaServer:
             for each in await self._ask("GET", "/slots")
         ]
 
-    async def tokens(self, path: str, body: Mapping[str, Any]) -> TokenIds | None:
-        """Return the token ids that the server makes of a request, or None if it is not one prompt of text."""
-        prompt = (await self._ask("POST", "/apply-template", body))["prompt"] if path in CHATS else body.get("prompt")
+    async def tokens(self, path: str, body: Mapping[str, Any], caller: Mapping[str, str]) -> TokenIds | None:
+        """Return the token ids that the server makes of a request, or None if it is not one prompt of text. The headers
+        of its `caller` are sent along, so that the server refuses a wrong key."""
+        server = self._as(caller)
+        prompt = body.get("prompt")
+        if path in CHATS:
+            prompt = (await server._ask("POST", "/apply-template", body))["prompt"]
         if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+            await server._ask("POST", "/tokenize", {})
             return token_ids(prompt) if min(prompt) >= 0 else None
         if not isinstance(prompt, str):
             return None
         asked = {"content": prompt, "add_special": True, "parse_special": True}
-        return token_ids((await self._ask("POST", "/tokenize", asked))["tokens"])
+        return token_ids((await server._ask("POST", "/tokenize", asked))["tokens"])
 
     async def evaluate(self, slot: int, tokens: TokenIds, *, fresh: bool = False) -> int:
         """Compute a prompt in a slot, and no answer. Return how many of its tokens were there already, which are none
