@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -153,10 +154,9 @@ def test_a_client_that_leaves_ends_its_answer(
     server = host("llama", "--parallel", "1")
     front = keep(server)
     body = {"prompt": prompt(HEAD, 12), "n_predict": 700, "stream": stream, "n_probs": 400, "ignore_eos": True}
-    with pytest.raises(httpx.TimeoutException):
-        post = httpx.Client(timeout=httpx.Timeout(60, read=0.3))
-        with post.stream("POST", f"{front.url}/completion", json=body) as answer:
-            for _ in answer.iter_lines():
-                raise httpx.ReadTimeout("it leaves while the stream goes on")
+    patience = httpx.Timeout(60, read=0.3)
+    leaving = contextlib.suppress(httpx.TimeoutException)
+    with leaving, httpx.stream("POST", f"{front.url}/completion", json=body, timeout=patience) as answer:
+        next(answer.iter_lines())
     front.settled()
     assert front.ask(prompt(HEAD, 13)).status == 200

@@ -31,7 +31,7 @@ _METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"]
 _OWN = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive"))  # of one connection
 _KEYS = ("authorization", "x-api-key")
 # With tenants, nothing else is passed on: the server would compute it in a slot of its own choice, or tell of others.
-_SHARED = frozenset([
+_SHARED = frozenset((
     "/health",
     "/v1/health",
     "/models",
@@ -48,7 +48,7 @@ _SHARED = frozenset([
     "/v1/reranking",
     "/v1/messages/count_tokens",
     "/v1/chat/completions/input_tokens",
-])
+))
 _UNSUITED = ("lora", "n_cmpl")  # fields of requests whose KV is not that of their tokens alone
 _LAST = 4096  # bytes of an answer in which its times are looked for
 _PREDICTED = re.compile(rb'"predicted_n":\s*(\d+)')
