@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.llamaserver.hosts import Host, Keeping, prompt
 
 HEAD = 300
+NEW_CHAT = 8
 
 
 @pytest.mark.parametrize("more", [(), ("--parallel", "1"), ("--kv-unified", "--cache-ram", "8"), ("-fa", "off")])
@@ -113,9 +115,6 @@ def test_chats_and_streams_are_passed_on(host: Callable[..., Host], keep: Callab
     assert streamed.text.rstrip().endswith("[DONE]")
 
 
-NEW_CHAT = 8
-
-
 def test_a_router_has_slots_by_model(
     host: Callable[..., Host], keep: Callable[..., Keeping], model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -134,3 +133,15 @@ def test_a_router_has_slots_by_model(
     server.restart()
     for name in ("one", "two"):
         assert keeping.ask([*ids, 6, 7], model=name).restored == HEAD
+
+
+def test_many_clients_at_once(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
+    keeping = keep(host("llama", "--parallel", "3"))
+    heads = [prompt(HEAD, seed) for seed in range(40, 44)]
+    with ThreadPoolExecutor(8) as clients:
+        answers = [*clients.map(lambda n: keeping.ask([*heads[n % 4], n]), range(3, 35))]
+    assert {each.status for each in answers} == {200}
+    keeping.settled()
+    assert not [name for name in keeping.counts if "failures" in name]
+    again = [keeping.ask([*head, 99]) for head in heads]
+    assert [each.cached for each in again] == [HEAD] * 4
