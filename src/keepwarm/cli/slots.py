@@ -6,12 +6,14 @@ import asyncio
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import default_store
 from keepwarm.cli.stored import KeyFile, StoreFolder
+from keepwarm.config import parse_bytes
 from keepwarm.errors import ConfigError
 
 
@@ -24,7 +26,7 @@ def slots(
     max_disk: Annotated[str, typer.Option("--max-disk", help="Byte cap of the store's folder.")] = "20GiB",
     key_file: KeyFile = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="0 takes a free one.")] = 8081,
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8081,
     salt: Annotated[str | None, typer.Option("--salt", help="A secret: what is kept is found under it only.")] = None,
     tenants: Annotated[
         bool, typer.Option("--tenants", help="Keep callers with different API keys apart, in slots and in the store.")
@@ -54,14 +56,17 @@ def slots(
         raise ConfigError(f"this needs more packages ({error.name}): pip install 'keepwarm[serve]'") from None
     from keepwarm.integrations.settings import StoreSettings
 
-    folder = slot_path.expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"--slot-path: there is no folder {folder}")
+    if not slot_path.expanduser().is_dir():
+        raise ConfigError(f"--slot-path: there is no folder {slot_path}")
+    if model_file is not None and not model_file.is_file():
+        raise ConfigError(f"--model-file: there is no file {model_file}")
+    if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
+        raise ConfigError(f"--server must look like http://127.0.0.1:8080, got {server!r}")
     key = _key(api_key_env)
-    given = {"store": store or default_store(), "max_disk": max_disk, "store_key_file": key_file}
-    settings = Settings(folder, salt, save_tokens, model_file)
-    sockets = listen(host, port)
+    given = {"store": store or default_store(), "max_disk": parse_bytes(max_disk), "store_key_file": key_file}
+    settings = Settings(slot_path.expanduser().resolve(), salt, save_tokens, model_file)
     with StoreSettings.of(given, "keepwarm slots").open(0) as archive:
+        sockets = listen(host, port)
         asyncio.run(_run(Proxy(server.rstrip("/"), archive, settings, key=key, tenants=tenants), sockets))
 
 
