@@ -145,3 +145,14 @@ def test_many_clients_at_once(host: Callable[..., Host], keep: Callable[..., Kee
     assert not [name for name in keeping.counts if "failures" in name]
     again = [keeping.ask([*head, 99]) for head in heads]
     assert [each.cached for each in again] == [HEAD] * 4
+
+
+def test_slots_that_share_one_cache_make_room(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
+    keeping = keep(host("llama", "--kv-unified", "--ctx-size", "768"))
+    long, short, other = prompt(400, 50), prompt(200, 51), prompt(400, 52)
+    for number, ids in enumerate((long, short, other), 1):
+        keeping.ask(ids)
+        keeping.saved(number)
+        keeping.settled()
+    assert keeping.ask([*long, 5, 6]).restored == 400  # not in the slot of `other`, which is newer
+    assert "restore_failures" not in keeping.counts

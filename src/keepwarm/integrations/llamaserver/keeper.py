@@ -160,10 +160,27 @@ class Keeper:
             if found:
                 slot.now_holds(NOTHING, None)
                 lease.common = 0
-                lease.common = lease.restored = await self._server.restore(slot.number, path.name)
+                lease.common = lease.restored = await self._restored(lease, path.name)
                 slot.now_holds(lease.tokens[: lease.restored], lease.tenant)
         finally:
             path.unlink(missing_ok=True)
+
+    async def _restored(self, lease: Lease, name: str) -> int:
+        """Restore a file. Slots may share the room of one cache: if there is none left, idle ones are emptied. What they
+        hold is in the store, too."""
+        try:
+            return await self._server.restore(lease.slot.number, name)
+        except Refused:
+            idle = await lease.table.lend_idle()
+            if not idle:
+                raise
+            for slot in idle:
+                try:
+                    await self._server.erase(slot.number)
+                    slot.now_holds(NOTHING, None)
+                finally:
+                    await lease.table.give_back(slot)
+            return await self._server.restore(lease.slot.number, name)
 
     def _kept(self, place: SlotPlace, tenant: str | None) -> Kept:
         assert self._namespace is not None

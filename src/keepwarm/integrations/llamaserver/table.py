@@ -62,6 +62,13 @@ class Table:
             self._lent.add(slot.number)
             return slot, common
 
+    async def lend_idle(self) -> list[Slot]:
+        """Lend all slots that nobody uses and that hold something."""
+        async with self._changed:
+            idle = [slot for slot in self._slots if slot.held and slot.number not in self._lent]
+            self._lent |= {slot.number for slot in idle}
+            return idle
+
     async def give_back(self, slot: Slot) -> None:
         async with self._changed:
             slot.used = time.monotonic()
