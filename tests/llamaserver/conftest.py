@@ -11,7 +11,6 @@ import pytest
 from tests.llamaserver.hosts import Host, Keeping, keeping, llama_server
 
 HERE = Path(__file__).parent
-WITHOUT = ("test_slot_file.py", "test_command.py")  # these need no server
 PROGRAM = Path(
     os.environ.get("KEEPWARM_LLAMA_SERVER", HERE.parents[1] / ".peers" / "llama-server" / "bin" / "llama-server")
 )
@@ -19,7 +18,7 @@ PROGRAM = Path(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and item.path.name not in WITHOUT:
+        if HERE in item.path.parents and item.path.name != "test_slot_file.py":
             item.add_marker(pytest.mark.slow)
             if not PROGRAM.is_file():
                 item.add_marker(pytest.mark.skip(reason="llama-server is not compiled: make test-llamaserver"))

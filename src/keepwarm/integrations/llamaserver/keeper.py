@@ -47,11 +47,20 @@ class Settings:
     model_file: Path | None = None
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a server saves, and the names of its KV. It is asked anew after every restart."""
+
+    probe: Probe
+    namespace: Namespace
+
+
 @dataclass
 class Lease:
     """A slot lent to a request, and what is known of that. `predicted` tokens were answered, if the server told."""
 
     table: Table
+    known: Known | None  # None: nothing is kept
     slot: Slot
     tokens: TokenIds
     tenant: str | None
@@ -70,8 +79,7 @@ class Keeper:
         self._settings = settings
         self._counts = counts
         self._table = Table(0)
-        self._probe: Probe | None = None
-        self._namespace: Namespace | None = None
+        self._known: Known | None = None
         self._context = 0  # tokens of a slot
         self._attaching = asyncio.Lock()
         self._saving = asyncio.Semaphore(2)  # states in memory
@@ -82,7 +90,7 @@ class Keeper:
 
     async def attach(self) -> None:
         """Ask the server what it is, and what it saves. Raises Refused if it does not answer."""
-        self._probe, self._table, self._unread = None, Table(0), 0
+        self.forget()
         props = await self._server.props()
         self._context = int(props["default_generation_settings"]["n_ctx"])
         table = Table(int(props["total_slots"]))
@@ -90,8 +98,8 @@ class Keeper:
             found = await probe(self._server, len(table) - 1, self._settings.folder)
             adapters = await self._server.adapters()
             named = partial(namespace_of, props, adapters, found.form, found.digest, self._settings.model_file)
-            self._namespace = await asyncio.to_thread(named)
-            self._probe, self.said = found, _described(found, len(table), str(props["build_info"]))
+            self._known, self._unread = Known(found, await asyncio.to_thread(named)), 0
+            self.said = _described(found, len(table), str(props["build_info"]))
         except (Unusable, ConfigError, OSError) as why:
             self._keep_nothing(why)
         except Refused as error:
@@ -102,12 +110,12 @@ class Keeper:
         self._table = table
 
     def _keep_nothing(self, why: BaseException) -> None:
-        self._probe, self.said = None, f"nothing is kept: {why}"
+        self._known, self.said = None, f"nothing is kept: {why}"
         log.warning("%s", self.said)
 
     def forget(self) -> None:
-        """Ask the server anew before the next request, since its adapters changed."""
-        self._table = Table(0)
+        """Ask the server anew before the next request. Nothing of the present ones is stored."""
+        self._known, self._table = None, Table(0)
 
     async def _look(self) -> None:
         """Look at the server's slots, and ask what it is if it was started anew. Raises Refused."""
@@ -129,16 +137,19 @@ class Keeper:
             _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body, caller))
             if tokens is None or not len(tokens):
                 return None
-            table = self._table
+            known, table = self._known, self._table
             slot, common = await table.lend(tokens, tenant)
         except FAILURES as error:
             self._failed("lookup", error)
             return None
-        lease = Lease(table, slot, tokens, tenant, epoch, common)
+        lease = Lease(table, known, slot, tokens, tenant, epoch, common)
         try:
             await self._fill(lease)
         except FAILURES as error:
             self._failed("restore", error)
+            if slot.held and slot.tenant != tenant:  # it could not be emptied
+                await table.give_back(slot)
+                return None
         except BaseException:
             await table.give_back(slot)
             raise
@@ -152,22 +163,25 @@ class Keeper:
         if slot.held and (slot.tenant != lease.tenant or not lease.common):
             await self._server.erase(slot.number)  # nobody may see in his times what another one asked
             slot.now_holds(NOTHING, None)
-        if self._probe is None or len(lease.tokens) - lease.common <= PAGE_TOKENS:
+        if lease.known is None or len(lease.tokens) - lease.common <= PAGE_TOKENS:
             return
         path = file_in(self._settings.folder)
         try:
-            found = await asyncio.to_thread(self._find, lease, SlotPlace(self._probe.form, self._probe.head, path))
-            if found:
+            if await asyncio.to_thread(self._find, lease, lease.known, path):
                 slot.now_holds(NOTHING, None)
                 lease.common = 0
-                lease.common = lease.restored = await self._restored(lease, path.name)
-                slot.now_holds(lease.tokens[: lease.restored], lease.tenant)
+                held = await self._restored(lease, path.name)
+                if lease.table.is_another(await self._server.slots()):
+                    await self._server.erase(slot.number)
+                    raise Refused(0, "the server was started anew meanwhile")
+                lease.common = lease.restored = held
+                slot.now_holds(lease.tokens[:held], lease.tenant)
         finally:
             path.unlink(missing_ok=True)
 
     async def _restored(self, lease: Lease, name: str) -> int:
-        """Restore a file. Slots may share the room of one cache: if there is none left, idle ones are emptied. What they
-        hold is in the store, too."""
+        """Restore a file. Slots may share the room of one cache: if there is none left, idle ones are emptied. What
+        they hold is in the store, too."""
         try:
             return await self._server.restore(lease.slot.number, name)
         except Refused:
@@ -182,32 +196,30 @@ class Keeper:
                     await lease.table.give_back(slot)
             return await self._server.restore(lease.slot.number, name)
 
-    def _kept(self, place: SlotPlace, tenant: str | None) -> Kept:
-        assert self._namespace is not None
-        salts = [each for each in (self._settings.salt, tenant) if each]
-        return Kept(self._archive, self._namespace, place, "\n".join(salts) if salts else None)
+    def _kept(self, lease: Lease, known: Known, path: Path) -> Kept:
+        salts = [each for each in (self._settings.salt, lease.tenant) if each]
+        place = SlotPlace(known.probe.form, known.probe.head, path)
+        return Kept(self._archive, known.namespace, place, "\n".join(salts) if salts else None)
 
-    def _find(self, lease: Lease, place: SlotPlace) -> dict[str, int]:
+    def _find(self, lease: Lease, known: Known, path: Path) -> dict[str, int]:
         """Write the stored beginning of a prompt to a file, if it is worth it."""
-        assert self._probe is not None
-        kept = self._kept(place, lease.tenant)
-        restore = kept.restore_whole if self._probe.form.has_tail else kept.restore
+        kept = self._kept(lease, known, path)
+        restore = kept.restore_whole if known.probe.form.has_tail else kept.restore
         return restore(lease.tokens, lease.common + PAGE_TOKENS - 1)
 
     # ---- after its answer ----
 
     async def done(self, lease: Lease) -> None:
         """Save what the slot holds now, if enough of it is new, and give the slot back."""
-        slot, found = lease.slot, self._probe
+        slot, saved = lease.slot, None
         try:
-            state = next(each for each in await self._server.slots() if each.number == slot.number)
+            states = await self._server.slots()
+            if lease.table.is_another(states):
+                return
+            state = states[slot.number]
             slot.now_holds(lease.tokens[: state.held], lease.tenant, state.held)
             slot.task = state.task
-            saved = None
-            if (
-                found is not None
-                and state.held - await asyncio.to_thread(self._stored, lease) >= self._settings.save_tokens
-            ):
+            if lease.known is not None and await asyncio.to_thread(self._is_new, lease, lease.known, state.held):
                 saved = await self._saved(lease)
         except FAILURES as error:
             slot.now_holds(NOTHING, None, 1)  # not known
@@ -215,14 +227,13 @@ class Keeper:
             return
         finally:
             await lease.table.give_back(slot)
-        if saved is not None and found is not None:
-            await self._keep(lease, found, saved)
+        if saved is not None:
+            await self._keep(lease, saved)
 
-    def _stored(self, lease: Lease) -> int:
-        """Return how many tokens of a prompt are stored."""
-        assert self._probe is not None
-        place = SlotPlace(self._probe.form, self._probe.head, self._settings.folder)
-        return self._kept(place, lease.tenant).find(lease.tokens)[1]
+    def _is_new(self, lease: Lease, known: Known, held: int) -> bool:
+        """Whether enough of what a slot holds is not stored."""
+        stored = self._kept(lease, known, self._settings.folder).find(lease.tokens)[1]
+        return held - stored >= self._settings.save_tokens
 
     async def _saved(self, lease: Lease) -> SlotFile | None:
         """Let the server write the slot, and read it. None if it does not hold this request's tokens."""
@@ -249,25 +260,24 @@ class Keeper:
             return held > self._context // 2
         return held < len(lease.tokens) + lease.predicted - 1
 
-    async def _keep(self, lease: Lease, found: Probe, saved: SlotFile) -> None:
+    async def _keep(self, lease: Lease, saved: SlotFile) -> None:
         try:
             async with self._saving:
-                await asyncio.to_thread(self._put, lease, found, saved)
+                if lease.known is None or lease.known is not self._known:
+                    return  # the server was started anew, perhaps with another model, or its adapters changed
+                await asyncio.to_thread(self._put, lease, lease.known, saved)
             self._counts["saves"] += 1
             self._unread = 0
-        except Unreadable as error:
-            self._failed("store", error)
-            self._unread += 1
-            if self._unread == _UNREAD:
-                self._keep_nothing(error)
         except FAILURES as error:
             self._failed("store", error)
+            self._unread += isinstance(error, Unreadable)
+            if self._unread == _UNREAD:
+                self._keep_nothing(error)
 
-    def _put(self, lease: Lease, found: Probe, saved: SlotFile) -> None:
+    def _put(self, lease: Lease, known: Known, saved: SlotFile) -> None:
         """Store a saved slot, and wait until it is on disk."""
-        copied = threading.Event()
-        place = SlotPlace(found.form, found.head, self._settings.folder)
-        self._kept(place, lease.tenant).put(found.state_of(saved), saved.tokens, lease.epoch, copied.set)
+        state, copied = known.probe.state_of(saved), threading.Event()
+        self._kept(lease, known, self._settings.folder).put(state, saved.tokens, lease.epoch, copied.set)
         copied.wait(_COPIED)
         self._archive.flush()
 
