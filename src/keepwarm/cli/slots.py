@@ -83,7 +83,7 @@ async def _run(proxy: Any, sockets: list[Any]) -> None:
     output.note(await proxy.begin())
     for one in sockets:
         host, port = one.getsockname()[:2]
-        output.note(f"keepwarm slots: http://{f'[{host}]' if ':' in host else host}:{port}")
+        output.note(f"listening at http://{f'[{host}]' if ':' in host else host}:{port}")
     config = uvicorn.Config(proxy.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
     served = uvicorn.Server(config)
 
