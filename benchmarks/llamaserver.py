@@ -5,9 +5,10 @@
 
 Each round begins with an empty store. A question on a long text is answered cold, and another one from the slot,
 through `keepwarm slots` and straight. The server is started anew and asked the second question: after its own saved
-file was restored by hand, and, after one more restart, through `keepwarm slots`. Answers are compared with the one from
-the slot, with the log-probabilities of every token. Times are the client's, from the first byte sent to the first token
-of a stream. Files are in the page cache, saved slots in memory. Run it on an otherwise idle machine.
+file was restored by hand, and, after one more restart, through `keepwarm slots`. Straight and by hand, the slot has the
+whole prompt by then, so one token is computed; else the question is. Answers are compared with the one from the slot,
+with the log-probabilities of every token. Times are the client's, from the first byte sent to the first token of a
+stream. Files are in the page cache, saved slots in memory. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Round:
                 self.log.append({"case": "behind the answer", "ttft_ms": 1000 * (time.perf_counter() - began)})
                 self.ask("in a slot", self.front, second)
                 self.stored()
-            self.ask("in a slot, straight", self.port, second, id_slot=0)
+            self.ask("in a slot, straight, the same prompt again", self.port, second, id_slot=0)
             save = {"filename": "by-hand"}
             httpx.post(f"http://127.0.0.1:{self.port}/slots/0?action=save", json=save, timeout=60).raise_for_status()
         with self.server():
@@ -148,7 +149,9 @@ class Round:
             began = time.perf_counter()
             httpx.post(f"http://127.0.0.1:{self.port}/slots/0?action=restore", json=save, timeout=60).raise_for_status()
             took = 1000 * (time.perf_counter() - began)
-            self.ask("restored by hand, after a restart", self.port, second, id_slot=0)["ttft_ms"] += took
+            self.ask("restored by hand, after a restart, the same prompt again", self.port, second, id_slot=0)[
+                "ttft_ms"
+            ] += took
         with self.keeping(), self.server():  # the request is the first that `keepwarm slots` sends to this server
             self.ask("warming up", self.port, first[:64], id_slot=1)
             self.ask("after a restart", self.front, second)

@@ -279,6 +279,15 @@ def llamacpp() -> str:
     return table(("from", "TTFT, ms", "times sooner than cold"), rows)
 
 
+def llamaserver() -> str:
+    rows = [
+        (e["case"], ms(e["ttft_ms"]), f"{e.get('times_sooner_than_cold', 1):.0f}")
+        for e in records("llamaserver.jsonl")
+        if "ttft_ms" in e and e["case"] != "behind the answer"
+    ]
+    return table(("from", "TTFT, ms", "times sooner than cold"), rows)
+
+
 def memory() -> str:
     rows, dtype = [], ""
     for each in records("floor.jsonl"):
@@ -319,6 +328,7 @@ SOURCES = {
     "floor.jsonl": "`python benchmarks/floor.py --prefix 512 2048 --rounds 9`",
     "vllm.jsonl": "`python benchmarks/vllm.py`",
     "llamacpp.jsonl": "`python benchmarks/llamacpp.py`",
+    "llamaserver.jsonl": "`python benchmarks/llamaserver.py`",
 }
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -337,6 +347,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "turns": turns,
     "vllm": vllm,
     "llamacpp": llamacpp,
+    "llamaserver": llamaserver,
     "memory": memory,
     "sources": sources,
 }
