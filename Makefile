@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-mlx test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make test-llamacpp  the cache under a real llama-cpp-python, which is compiled first (minutes)"
 	@echo "make test-mlx  the prompt cache under a real mlx-lm, with MLX's build for the CPU"
+	@echo "make test-llamaserver  keepwarm slots with a real llama-server, which is compiled first (minutes)"
 	@echo "make test-clients  real agents and SDKs, from their package indexes, against a server with a real model (minutes)"
 	@echo "make models  run every model class and write docs/models.md anew (minutes)"
 	@echo "make lint    ruff, mypy --strict, import-linter"
@@ -79,6 +80,13 @@ test-mlx: .venv/.installed-demo
 	if $(BIN)/python benchmarks/peers/environments.py mlx .peers pytest hypothesis pydantic xxhash cryptography; then \
 	    PYTHONPATH=src:. .peers/mlx/bin/python -m pytest tests/mlx --confcutdir tests/mlx $(ARGS); \
 	else echo "skipped: MLX cannot be installed here"; fi
+
+test-llamaserver: .venv/.installed-dev
+	mkdir -p .peers
+	if command -v c++ >/dev/null; then \
+	    $(BIN)/python benchmarks/peers/environments.py llama-server .peers && \
+	    $(BIN)/python -m pytest tests/llamaserver --confcutdir tests/llamaserver $(ARGS); \
+	else echo "skipped: llama-server is compiled, and there is no C++ compiler (apt install g++)"; fi
 
 # Without any network but the loopback, where the machine can take it away. ARGS="-k opencode" runs one of them;
 # ARGS="--record FILE" adds a line for each. What cannot be installed is skipped, with the reason.

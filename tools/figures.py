@@ -272,9 +272,9 @@ def vllm() -> str:
 
 def sooner(name: str) -> str:
     rows = [
-        (e["case"], ms(e["ttft_ms"]), f"{e['times_sooner_than_cold']:.0f}")
+        (e["case"], ms(e["ttft_ms"]), f"{e.get('times_sooner_than_cold', 1):.0f}")
         for e in records(name)
-        if "times_sooner_than_cold" in e
+        if e["case"] == "cold" or "times_sooner_than_cold" in e
     ]
     return table(("from", "TTFT, ms", "times sooner than cold"), rows)
 
@@ -320,6 +320,7 @@ SOURCES = {
     "vllm.jsonl": "`python benchmarks/vllm.py`",
     "llamacpp.jsonl": "`python benchmarks/llamacpp.py`",
     "mlxlm.jsonl": "`python benchmarks/mlxlm.py`",
+    "llamaserver.jsonl": "`python benchmarks/llamaserver.py`",
 }
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -339,6 +340,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm": vllm,
     "llamacpp": lambda: sooner("llamacpp.jsonl"),
     "mlxlm": lambda: sooner("mlxlm.jsonl"),
+    "llamaserver": lambda: sooner("llamaserver.jsonl"),
     "memory": memory,
     "sources": sources,
 }

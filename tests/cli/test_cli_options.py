@@ -21,13 +21,14 @@ ROOT = Path(__file__).parents[2]
 ENGINES = ("demo", "run", "warm", "chat", "explain", "prove", "serve", "launch")
 MEASURING = ("bench tools",)
 STORES = ("ls", "show", "verify", "gc", "purge", "export", "import", "stats")
-REST = ("lint", "size", "simulate", "keys add", "keys list", "keys revoke", "config check")
+REST = ("slots", "lint", "size", "simulate", "keys add", "keys list", "keys revoke", "config check")
 NEEDED = {  # what a command cannot do without
     "run": ["hi"],
     "warm": ["hi"],
     "explain": ["hi"],
     "prove": ["hi"],
     "launch": ["aider"],
+    "slots": ["--slot-path=."],
     "show": ["x"],
     "purge": ["--salt", "s"],
     "export": ["x", "y"],
@@ -85,6 +86,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "--restart-command": ("x", "belong to --url"),
     "--save": ("x", "belong to --url"),
     "--compare": ("x", "belong to --url"),
+    "--server": ("ftp://x", "got 'ftp://x'"),
+    "--slot-path": ("/no/such/folder", "/no/such/folder"),
+    "--save-tokens": ("0", "--save-tokens"),
+    "--model-file": ("/no/such/file", "/no/such/file"),
 }
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
@@ -113,6 +118,7 @@ FREE = {
     "--admin",
     "--print",
     "--rules",
+    "--tenants",
 }
 ALONE = {  # options that mean something else here, or nothing without another one
     ("size", "--dtype"): ("float12", "got 'float12'"),
@@ -123,6 +129,8 @@ ALONE = {  # options that mean something else here, or nothing without another o
     ("import", "--dtype"): ("float32", "belong to --model"),
     ("import", "--device"): ("cpu", "belong to --model"),
     ("launch", "--api-key-env"): ("NOT_SET_HERE", "NOT_SET_HERE"),
+    ("slots", "--host"): ("192.0.2.1", "192.0.2.1"),
+    ("slots", "--api-key-env"): ("NOT_SET_HERE", "NOT_SET_HERE"),
     ("size", "--prompts"): ("5", "belong to --fleet"),
     ("size", "--rate"): ("5", "belong to --fleet"),
 }
@@ -199,8 +207,8 @@ def test_a_wrong_value_is_refused_in_one_line_before_a_model_is_loaded(
 
 # What each documented variable does in each kind of command; a wrong value shows that it arrives.
 VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "KEEPWARM_REMOTE": ("ftp://x", "ftp://x", ("run", "warm", "chat", "explain", "serve")),
-    "KEEPWARM_STORE_KEY": ("short", "KEEPWARM_STORE_KEY holds no key", ENGINES),
+    "KEEPWARM_REMOTE": ("ftp://x", "ftp://x", ("run", "warm", "chat", "explain", "serve", "slots")),
+    "KEEPWARM_STORE_KEY": ("short", "KEEPWARM_STORE_KEY holds no key", (*ENGINES, "slots")),
     "KEEPWARM_CACHE": ("{file}", "store", ("run", "warm", "chat", "explain", "serve")),
     "KEEPWARM_KERNELS": ("sse9", "got 'sse9'", (*ENGINES, *MEASURING)),
     "KEEPWARM__MODEL": ("/no/such/model", "/no/such/model", (*ENGINES, *MEASURING)),
@@ -281,6 +289,7 @@ def test_a_port_in_use_is_told_at_once(cli: Cli) -> None:
         ("uvicorn", "serve", "serve"),
         ("fastapi", "serve", "serve"),
         ("prometheus_client", "serve", "serve"),
+        ("httpx", "slots --slot-path .", "serve"),
         ("matplotlib", "bench tools --output figures", "plot"),
         ("matplotlib", "simulate --plot rates.png trace.jsonl", "plot"),
         ("llguidance", "bench tools", "constrain"),

@@ -41,7 +41,7 @@ COMMANDS = (
     "stats",
     "simulate",
 )
-GROUPS = ("serve", "launch", "bench", "keys", "config")  # they have commands of their own, or no --json
+GROUPS = ("serve", "launch", "slots", "bench", "keys", "config")  # they have commands of their own, or no --json
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -56,7 +56,7 @@ def test_commands_are_the_listed_ones(cli: Cli) -> None:
     listed = re.findall(r"^  (\w+)  ", cli("--help").out.split("Commands:")[1], re.MULTILINE)
     assert tuple(listed) == (*COMMANDS, *GROUPS)
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names == {*COMMANDS, "serve", "launch", "replay"}
+    assert names == {*COMMANDS, "serve", "launch", "slots", "replay"}
 
 
 def test_no_command_is_an_invitation(cli: Cli) -> None:

@@ -18,11 +18,11 @@ CONTEXT = 1024
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def write(path: Path, kind: str = "llama", seed: int = 0) -> Path:
+def write(path: Path, kind: str = "llama", seed: int = 0, context: int = CONTEXT) -> Path:
     """Write a model of a `kind`: llama, gemma3, mamba or lfm2. Another `seed` gives other weights."""
     random = np.random.default_rng(seed)
     writer = GGUFWriter(path, kind)
-    writer.add_uint32(f"{kind}.context_length", CONTEXT)
+    writer.add_uint32(f"{kind}.context_length", context)
     writer.add_uint32(f"{kind}.embedding_length", WIDTH)
     writer.add_uint32(f"{kind}.feed_forward_length", 0 if kind == "mamba" else FEED)
     writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)

@@ -35,6 +35,7 @@ from keepwarm.cli import (
     serve,
     simulate,
     size,
+    slots,
     stored,
 )
 from keepwarm.cli.demo import command as demo
@@ -92,6 +93,7 @@ app.command()(simulate.simulate)
 app.add_typer(bench.bench, name="bench")
 app.command()(serve.serve)
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command()(slots.slots)
 app.add_typer(serve.keys, name="keys")
 app.add_typer(serve.config, name="config")
 app.command(hidden=True)(proof.replay)

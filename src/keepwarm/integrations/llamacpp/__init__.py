@@ -7,6 +7,18 @@ No module here imports torch, and none needs it to be installed. `cache.py` is t
 knows how llama.cpp writes a state, `memory.py` shows one to the store, and `context.py` reads and writes a context's.
 """
 
-from keepwarm.integrations.llamacpp.cache import KeepwarmCache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepwarm.integrations.llamacpp.cache import KeepwarmCache
 
 __all__ = ["KeepwarmCache"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the cache on first use: `keepwarm slots` uses other modules, and has no llama-cpp-python."""
+    if name == "KeepwarmCache":
+        from keepwarm.integrations.llamacpp.cache import KeepwarmCache
+
+        return KeepwarmCache
+    raise AttributeError(name)

@@ -23,7 +23,7 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.ports import Bytes
 
 BYTES = "float8_e4m3fn"  # a dtype of one byte: rows are moved unchanged, whatever they mean to llama.cpp
-_MOST_LAYERS, _MOST_KINDS, _MOST_ROW = 4096, 256, 1 << 24
+_MOST_LAYERS, _MOST_KINDS, _MOST_ROW, _MOST_STREAMS = 4096, 256, 1 << 24, 1 << 10
 Order = npt.NDArray[np.intp] | None
 CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 
@@ -51,11 +51,13 @@ class Plane:
 
 @dataclass(frozen=True)
 class Section:
-    """One cache of keys and values, with a plane for each layer. `values` is empty if there are only keys."""
+    """One cache of keys and values, with a plane for each layer. `values` is empty if there are only keys. If sequences
+    have `streams` of their own, the others are empty."""
 
     transposed: bool
     keys: tuple[Plane, ...]
     values: tuple[Plane, ...]
+    streams: int = 1
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -71,7 +73,13 @@ class Section:
         """Return the bytes before the planes: the cells of positions 0 to `tokens` of sequence 0, in order."""
         cells = np.zeros(tokens, CELL)
         cells["position"], cells["sequences"] = np.arange(tokens), 1
-        return struct.pack("<II", 1, tokens) + cells.tobytes() + struct.pack("<II", self.transposed, len(self.keys))
+        counts = struct.pack("<II", self.streams, tokens)
+        return counts + cells.tobytes() + struct.pack("<II", self.transposed, len(self.keys))
+
+    @property
+    def end(self) -> bytes:
+        """Return the bytes behind the planes: the other streams have no cells."""
+        return bytes(4 * (self.streams - 1))
 
     @property
     def layers(self) -> list[LayerGeometry]:
@@ -93,7 +101,7 @@ class Form:
         return KVGeometry(tuple(layer for section in self.sections for layer in section.layers), BYTES)
 
     def describe(self) -> list[Any]:
-        """A JSON-ready form, part of the KV's identity."""
+        """A JSON-ready form, part of the KV's identity. The number of streams is none."""
         planes = ([(p.kind, p.nbytes, p.width) for p in s.planes] for s in self.sections)
         parts = [[s.transposed, len(s.values), each] for s, each in zip(self.sections, planes, strict=True)]
         return [self.has_tail, *parts]
@@ -153,8 +161,7 @@ def read_state(data: Bytes, tokens: int, most: int) -> State:
 
 
 def _section(reader: Reader, tokens: int) -> Found:
-    if reader.numbers("II") != (1, tokens) or not tokens:
-        raise Unreadable(f"no cache of {tokens} tokens")
+    streams, before = _stream(reader, tokens)
     order = _order(np.frombuffer(reader.take(CELL.itemsize * tokens).tobytes(), CELL))
     transposed, count = reader.numbers("II")
     if transposed > 1 or not 0 < count < _MOST_LAYERS:
@@ -165,13 +172,28 @@ def _section(reader: Reader, tokens: int) -> Found:
         values = [_plane(reader, tokens, transposed=bool(transposed)) for _ in range(count)]
     except Unreadable:  # latent attention keeps only keys
         values, reader.at = [], began
-    form = Section(bool(transposed), tuple(form for form, _ in keys), tuple(form for form, _ in values))
+    if any(reader.numbers("I" * (streams - 1 - before))):
+        raise Unreadable("cells of other streams")
+    form = Section(bool(transposed), tuple(form for form, _ in keys), tuple(form for form, _ in values), streams)
     return Found(form, tuple(data for _, data in (*keys, *values)), order)
+
+
+def _stream(reader: Reader, tokens: int) -> tuple[int, int]:
+    """Return how many streams there are, and how many empty ones are before the one with the cells."""
+    (streams,) = reader.numbers("I")
+    if not 0 < streams <= _MOST_STREAMS or not tokens:
+        raise Unreadable(f"{streams} streams of {tokens} tokens")
+    before, count = 0, reader.numbers("I")[0]
+    while not count and before < streams - 1:
+        before, count = before + 1, reader.numbers("I")[0]
+    if count != tokens:
+        raise Unreadable(f"no cache of {tokens} tokens")
+    return streams, before
 
 
 def _order(cells: npt.NDArray[np.void]) -> Order:
     positions = cells["position"]
-    if (cells["sequences"] != 1).any() or cells["sequence"].any():
+    if (cells["sequences"] != 1).any() or (cells["sequence"] != cells["sequence"][0]).any():
         raise Unreadable("cells of other sequences")
     if np.array_equal(positions, np.arange(len(cells))):
         return None
@@ -221,6 +243,7 @@ def lay_out(form: Form, tokens: int, head: bytes, tail: Bytes) -> tuple[Bytes, l
     for section in form.sections:
         pieces.append((section.head(tokens), 0))
         pieces += [(plane.head, plane.nbytes * tokens) for plane in section.planes]
+        pieces.append((section.end, 0))
     data = np.empty(sum(len(said) + count for said, count in pieces) + len(tail), np.uint8)
     parts: list[Bytes] = []
     at = 0

@@ -14,6 +14,7 @@ from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, as_json, canonical_json, json_digest
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.llamacpp.form import Form
+from keepwarm.integrations.weights import gguf_parts
 from keepwarm.models.weight_files import files_digest
 
 FORM = 1  # format of the bytes in the store
@@ -27,7 +28,6 @@ _ROPE = (
     "yarn_beta_slow",
     "yarn_orig_ctx",
 )
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # one of several files, which llama.cpp loads together
 _SWITCHES = re.compile(r"(GGML_|LLAMA_ATTN_|LLAMA_SET_ROWS|LLAMA_GRAPH_)")  # variables by which kernels are selected
 
 
@@ -35,7 +35,7 @@ def namespace_of(llm: llama_cpp.Llama, form: Form) -> Namespace:
     """Return the namespace of a model in a context. Raises ConfigError when a file cannot be read."""
     context, cache = llm.context_params, cache_dir() / "identity.json"
     try:
-        weights = files_digest(_parts(Path(llm.model_path)), cache, named=False)
+        weights = files_digest(gguf_parts(Path(llm.model_path)), cache, named=False)
         lora = _lora(llm, cache)
         libraries = {"llama-cpp-python": llama_cpp.__version__, "files": files_digest(_libraries(), cache)}
     except OSError as error:
@@ -82,15 +82,6 @@ def _arithmetic(llm: llama_cpp.Llama, libraries: str) -> ArithmeticIdentity:
         environment=canonical_json({k: v for k, v in sorted(os.environ.items()) if _SWITCHES.match(k)}),
         producer=f"llama.cpp, by llama-cpp-python {llama_cpp.__version__}",
     )
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return the file, or all files of a model that is split."""
-    found = _SPLIT.search(path.name)
-    if found is None:
-        return [path]
-    stem, count = path.name[: found.start()], int(found[1])
-    return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 
 def _lora(llm: llama_cpp.Llama, cache: Path) -> str:
