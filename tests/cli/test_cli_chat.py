@@ -15,6 +15,7 @@ def model(saved: Callable[..., Path]) -> Path:
     return saved("llama")
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_in_a_new_process(cli: Cli, model: Path, tmp_path: Path) -> None:
     arguments = ("chat", "--model", model, "--store", tmp_path / "store", "-n", "4", "--system", "word " * 150)
     first = cli(*arguments, stdin="Hello\n\nAnd now?\n/show\n")

@@ -96,6 +96,7 @@ def test_decoded_tokens_are_found_by_the_next_prompt(
         assert engine.explain(longer).cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_several_adapters_answers_as_each_alone(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_batch_of_several_adapters_answers_as_each_alone(
                 same(ticket.result(60), asked(cold, name, prompt))
 
 
+@pytest.mark.slow
 def test_a_request_keeps_the_adapter_with_which_it_began(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -223,6 +225,7 @@ def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
         assert asked(engine, "one", prompt, reuse="off").logits_digest == first.logits_digest
 
 
+@pytest.mark.slow
 def test_a_bundle_carries_what_an_adapter_computed(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine, tmp_path: Path
 ) -> None:

@@ -209,7 +209,7 @@ def test_trees_of_prompts(
     case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()
     run.settings = settings(
-        max_examples=4,
+        max_examples=4 if request.node.get_closest_marker("slow") else 2,
         stateful_step_count=10,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -105,7 +105,7 @@ def test_chunks_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
-        ("memory", "llama"),
+        pytest.param("memory", "llama", marks=pytest.mark.slow),
         pytest.param("memory", "qwen3_5_text", marks=pytest.mark.slow),
         pytest.param("files", "llama", marks=pytest.mark.slow),
         ("files", "qwen3_5_text"),

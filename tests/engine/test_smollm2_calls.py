@@ -40,6 +40,7 @@ def test_every_constrained_answer_is_a_valid_call(engine: Engine) -> None:
     assert finished
 
 
+@pytest.mark.slow
 def test_an_answer_follows_a_schema(engine: Engine) -> None:
     schema = {
         "type": "object",

@@ -51,6 +51,7 @@ def reused(answer: httpx.Response) -> tuple[int, int]:
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_changing_models_and_back_costs_no_prefill(served: tuple[str, Server]) -> None:
     url, server = served
     first = chat(url, "", model="small", messages=SYSTEM)

@@ -72,6 +72,7 @@ def asked(protocol: str, url: str, day: int) -> tuple[int, int, Any]:
     return cached, cached + written + usage["input_tokens"], told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("protocol", "day"), [("chat", 11), ("anthropic", 13), ("responses", 15)])
 def test_what_stands_behind_is_reused(url: str, plain: str, protocol: str, day: int) -> None:
     assert asked(protocol, url, day)[2] == [CHANGES]

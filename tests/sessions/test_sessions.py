@@ -16,7 +16,8 @@ from keepwarm.errors import ConfigError
 from keepwarm.sessions import turn as turns
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_turn_computes_its_new_tokens_alone(saved: Callable[..., Path], tmp_path: Path, family: str) -> None:
     folder = saved(family)
     settings = QUIET | {"store": tmp_path / "store"}

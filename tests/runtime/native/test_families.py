@@ -90,7 +90,7 @@ def half(request: pytest.FixtureRequest) -> Lean:
     ("family", "dtype"),
     [
         pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
-        ("gemma3", torch.bfloat16),
+        pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
         ("qwen3-moe", torch.bfloat16),

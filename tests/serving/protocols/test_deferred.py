@@ -71,6 +71,7 @@ def test_a_definition_stands_once_where_it_is_named_first(name: str) -> None:
     assert before == shown.render([QUESTION], sent, answer=False).text
 
 
+@pytest.mark.slow
 def test_a_named_tool_is_called_and_what_stands_before_it_is_reused(server: ServerProcess) -> None:
     first = post(server, asked([QUESTION], max_tokens=2))
     count = post(
