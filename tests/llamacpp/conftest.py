@@ -26,7 +26,7 @@ if HAS_LIBRARY and importlib.util.find_spec("hypothesis"):
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny model of a kind, once."""
-    from tests.llamacpp.models import write
+    from tests.helpers.llamacpp_models import write
 
     folder = tmp_path_factory.mktemp("gguf")
 
@@ -45,7 +45,7 @@ def own_identity_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 @pytest.fixture
 def start(model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts a `Host`, as a new process would: a model of its own, and a cache over the folder `store`."""
-    from tests.llamacpp.host import Host
+    from tests.helpers.llamacpp_host import Host
 
     opened: list[Any] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llama_cpp import GGML_TYPE_F32, GGML_TYPE_Q8_0
 from llama_cpp.llama_cache import LlamaRAMCache
-from tests.llamacpp.host import Host, prompt
+from tests.helpers.llamacpp_host import Host, prompt
 
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.integrations.llamacpp import KeepwarmCache
@@ -118,7 +118,7 @@ def test_two_processes_share_a_store(start: Any, model: Callable[..., Path], tmp
     """Both write and read at the same time; what one stores the other finds."""
     code = f"""
 from pathlib import Path
-from tests.llamacpp.host import Host, prompt
+from tests.helpers.llamacpp_host import Host, prompt
 host = Host(Path({str(model())!r}), {{"store": {str(tmp_path / "store")!r}, "max_ram": 0}}, {{}})
 for round in range(6):
     host.ask(prompt(100, round))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.llamacpp.host import prompt
+from tests.helpers.llamacpp_host import prompt
 
 from keepwarm.errors import StoreFull, StoreLocked
 from keepwarm.integrations.llamacpp.context import Context

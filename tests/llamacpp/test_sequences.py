@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.llamacpp.host import Host, prompt
+from tests.helpers.llamacpp_host import Host, prompt
 
 TEXTS = [prompt(300, 900 + number) for number in range(3)]
 # A prompt is beginnings of texts, one after the other: (text, length); every two prompts part somewhere.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.llamaserver.hosts import Host, Keeping, keeping, llama_server
+from tests.helpers.llamaserver_hosts import Host, Keeping, keeping, llama_server
 
 HERE = Path(__file__).parent
 PROGRAM = Path(
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny model of a kind, once."""
-    from tests.llamacpp.models import write
+    from tests.helpers.llamacpp_models import write
 
     folder = tmp_path_factory.mktemp("gguf")
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.llamacpp.models import write
+from tests.helpers.llamacpp_models import write
+from tests.helpers.llamaserver_hosts import SRC
 from tests.llamaserver.conftest import PROGRAM
-from tests.llamaserver.hosts import SRC
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama_server_restart.py"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.helpers.llamaserver_hosts import Host, Keeping, keeping, llama_server, prompt
 from tests.llamaserver.conftest import PROGRAM
-from tests.llamaserver.hosts import Host, Keeping, keeping, llama_server, prompt
 
 HEAD = 300
 

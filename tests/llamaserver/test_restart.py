@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.llamaserver.hosts import Host, Keeping, prompt
+from tests.helpers.llamaserver_hosts import Host, Keeping, prompt
 
 HEAD = 300
 NEW_CHAT = 8

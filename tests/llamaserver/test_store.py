@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.llamaserver.hosts import Host, Keeping, prompt
+from tests.helpers.llamaserver_hosts import Host, Keeping, prompt
 
 HEAD = 300
 

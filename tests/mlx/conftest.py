@@ -20,7 +20,7 @@ if not HAS_LIBRARY:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny model of a kind, once."""
-    from tests.mlx.models import write
+    from tests.helpers.mlx_models import write
 
     base = tmp_path_factory.mktemp("models")
 
@@ -40,7 +40,7 @@ def own_identity_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 @pytest.fixture
 def start(model: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts a `Host`, as a new process would: a model of its own, and a cache over the folder `store`."""
-    from tests.mlx.host import Host
+    from tests.helpers.mlx_host import Host
 
     opened: list[Any] = []
 

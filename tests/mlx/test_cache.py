@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache, RotatingKVCache, make_prompt_cache
-from tests.mlx.host import Host, prompt
-from tests.mlx.models import CONFIGS, WINDOW
+from tests.helpers.mlx_host import Host, prompt
+from tests.helpers.mlx_models import CONFIGS, WINDOW
 
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.mlx import KeepwarmPromptCache, Loaded
@@ -159,7 +159,7 @@ def test_two_processes_share_a_store(start: Any, model: Callable[..., Path], tmp
     """Both write and read at the same time; what one stores the other finds."""
     code = f"""
 from pathlib import Path
-from tests.mlx.host import Host, prompt
+from tests.helpers.mlx_host import Host, prompt
 host = Host(Path({str(model())!r}), {{"store": {str(tmp_path / "store")!r}, "max_ram": 0}})
 for round in range(6):
     host.ask(prompt(100, round))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.models.cache import LRUPromptCache
-from tests.mlx.host import prompt
+from tests.helpers.mlx_host import prompt
 
 from keepwarm.errors import StoreFull, StoreLocked
 from keepwarm.store.disk import fsck

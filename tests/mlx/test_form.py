@@ -12,8 +12,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
-from tests.mlx.host import prompt
-from tests.mlx.models import CONFIGS
+from tests.helpers.mlx_host import prompt
+from tests.helpers.mlx_models import CONFIGS
 
 from keepwarm.errors import CorruptRun, UnsupportedModel
 from keepwarm.integrations.mlx.form import Quantization, Unsuitable, form_of, leaves_of, makers_of, position_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.mlx.host import Host, prompt
-from tests.mlx.models import CONFIGS
+from tests.helpers.mlx_host import Host, prompt
+from tests.helpers.mlx_models import CONFIGS
 
 TEXTS = [prompt(300, 900 + number) for number in range(3)]
 # A prompt is beginnings of texts, one after the other: (text, length); every two prompts part somewhere.

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.utils import load_model
-from tests.mlx.models import VOCABULARY
+from tests.helpers.mlx_models import VOCABULARY
 
 from keepwarm.integrations.mlx import KeepwarmPromptCache, Loaded
 from keepwarm.integrations.mlx.form import Quantization

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama, LogitsProcessorList
 from llama_cpp.llama_cache import BaseLlamaCache
-from tests.llamacpp.models import VOCABULARY, WORDS
+from tests.helpers.llamacpp_models import VOCABULARY, WORDS
 
 from keepwarm.integrations.llamacpp import KeepwarmCache
 
