@@ -15,7 +15,7 @@ import torch
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving, Coming, Reads, Replies
-from keepwarm.integrations.vllm.pages import Pages, Staged
+from keepwarm.integrations.vllm.page_copies import Pages, Staged
 from keepwarm.runtime.native.reads import CachedReads
 
 _LOOK_UP = 0.1  # seconds between checks, while a loader waits for the model's thread, whether its load is wanted

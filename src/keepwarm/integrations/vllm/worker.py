@@ -17,7 +17,7 @@ from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.loading import Loading, Source, Work
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.metrics import TransferStats
-from keepwarm.integrations.vllm.pages import Pages, Staged
+from keepwarm.integrations.vllm.page_copies import Pages, Staged
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store.archive import Archive
 

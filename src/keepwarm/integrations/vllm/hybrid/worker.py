@@ -16,15 +16,15 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.hybrid.finding import where
+from keepwarm.integrations.vllm.hybrid.group_pages import GroupPages
 from keepwarm.integrations.vllm.hybrid.groups import Group
 from keepwarm.integrations.vllm.hybrid.messages import Part, PartsLoad, PartsStep
 from keepwarm.integrations.vllm.hybrid.naming import blocks_of, group_namespace
-from keepwarm.integrations.vllm.hybrid.pages import GroupPages
 from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.loading import Loading, Source
 from keepwarm.integrations.vllm.messages import Prefix
 from keepwarm.integrations.vllm.metrics import TransferStats
-from keepwarm.integrations.vllm.pages import Staged
+from keepwarm.integrations.vllm.page_copies import Staged
 from keepwarm.runtime.native.reads import CachedReads, cached_reads
 from keepwarm.store.archive import Archive
 

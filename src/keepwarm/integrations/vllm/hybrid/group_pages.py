@@ -1,4 +1,4 @@
-"""One group's pages as a `vllm.pages.Pages`."""
+"""One group's pages as a `vllm.page_copies.Pages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from keepwarm.integrations.vllm.hybrid.groups import Group
 from keepwarm.integrations.vllm.hybrid.naming import STATE_TOKENS
-from keepwarm.integrations.vllm.pages import Pages
+from keepwarm.integrations.vllm.page_copies import Pages
 
 
 class GroupPages:
