@@ -18,9 +18,9 @@ from sglang.version import __version__ as sglang_version
 from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json
 from keepwarm.errors import ConfigError, StoreError
+from keepwarm.integrations.hashed_pages import HashedPages
 from keepwarm.integrations.settings import StoreSettings
 from keepwarm.integrations.sglang.pools import Pool, leading, named, page_bytes, restorable
-from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.models.weight_files import folder_digest
 
@@ -68,7 +68,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         if known is not None and known.host is host:
             return
         if known is not None:
-            known.slots.close()
+            known.stored.close()
         config = self._config
         if config.is_mla_model and config.tp_size > 1 and name.startswith("draft") and "MHA" in type(host).__name__:
             raise ConfigError(
@@ -77,12 +77,14 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             )
         page = host.get_dummy_flat_data_page()
         nbytes = page.numel() * page.element_size()
-        self._pools[name] = Pool(host, Slots(self._archive, self._namespace(host, name, page.dtype, nbytes), nbytes))
+        self._pools[name] = Pool(
+            host, HashedPages(self._archive, self._namespace(host, name, page.dtype, nbytes), nbytes)
+        )
 
     def close(self) -> None:
         """Write what is queued, and close the archive."""
         for pool in self._pools.values():
-            pool.slots.close()
+            pool.stored.close()
         self._archive.close()
 
     # ---- finding ----
@@ -121,8 +123,8 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         """Fill the given tensors. Return None for a page that is not stored or was not verified."""
         if target_locations is None or any(target is None for target in target_locations):
             raise ValueError("batch_get needs a tensor for each page")
-        targets = [page_bytes(target, self._kv.slots.nbytes) for target in target_locations]
-        arrived = self._kv.slots.load(named(keys), targets)
+        targets = [page_bytes(target, self._kv.stored.nbytes) for target in target_locations]
+        arrived = self._kv.stored.load(named(keys), targets)
         return [target if good else None for target, good in zip(target_locations, arrived, strict=True)]
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -143,8 +145,8 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         """Queue pages for the store. They are copied before this returns."""
         if values is None or any(value is None for value in values):
             raise ValueError("batch_set needs a tensor for each page")
-        slots = self._kv.slots
-        slots.store(named(keys), [page_bytes(value, slots.nbytes) for value in values])
+        stored = self._kv.stored
+        stored.store(named(keys), [page_bytes(value, stored.nbytes) for value in values])
         return True
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:

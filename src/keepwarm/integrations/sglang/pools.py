@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 
 from keepwarm.core.ports import Bytes
-from keepwarm.integrations.slots import Slots
+from keepwarm.integrations.hashed_pages import HashedPages
 
 log = logging.getLogger(__name__)
 
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 class Pool:
     """One of SGLang's host pools over pages of the store. The pool's own methods move pages, whatever its layout is."""
 
-    def __init__(self, host: Any, slots: Slots) -> None:
+    def __init__(self, host: Any, stored: HashedPages) -> None:
         self.host = host
-        self.slots = slots
+        self.stored = stored
 
     def find(self, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether it is stored."""
-        return [ref is not None for ref in self.slots.find(named(keys))]
+        return [ref is not None for ref in self.stored.find(named(keys))]
 
     def load(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Load pages into SGLang's own pages. A page is written only once it has arrived completely and is verified."""
         pages = [self.host.get_dummy_flat_data_page() for _ in keys]
-        arrived = self.slots.load(named(keys), [page_bytes(page, self.slots.nbytes) for page in pages])
+        arrived = self.stored.load(named(keys), [page_bytes(page, self.stored.nbytes) for page in pages])
         for at, good in enumerate(arrived):
             if good:
                 self.host.set_from_flat_data_page(int(indices[at * self.host.page_size]), pages[at])
@@ -39,7 +39,7 @@ class Pool:
     def store(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Queue pages for the store. They are copied before this returns."""
         pages = [self.host.get_data_page(int(indices[at * self.host.page_size])) for at in range(len(keys))]
-        self.slots.store(named(keys), [page_bytes(page, self.slots.nbytes) for page in pages])
+        self.stored.store(named(keys), [page_bytes(page, self.stored.nbytes) for page in pages])
         return [True] * len(keys)
 
     def fits(self, keys: Sequence[str], indices: torch.Tensor | None) -> bool:

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json
 from keepwarm.core.ports import Bytes
+from keepwarm.integrations.hashed_pages import HashedPages
 from keepwarm.integrations.settings import StoreSettings
-from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.models.weight_files import folder_digest
 
@@ -55,11 +55,11 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._memory = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         namespace = _namespace(offloading_spec.config, self.block_size_bytes)
         self._archive = StoreSettings.of(settings, "secondary_tiers").open(max_ram=0)  # vLLM's own first tier is RAM
-        self._slots = Slots(self._archive, namespace, self.block_size_bytes)
+        self._stored = HashedPages(self._archive, namespace, self.block_size_bytes)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-vllm-tier")
         self._done: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
         self._jobs: set[Future[None]] = set()
-        self._lookups = _Lookups(self._slots, tier_type)
+        self._lookups = _Lookups(self._stored, tier_type)
 
     # ---- finding ----
 
@@ -84,7 +84,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._submit(job_metadata, self._store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._slots.load)
+        self._submit(job_metadata, self._stored.load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Yield the jobs that ended since the last call. Chunks that could not be loaded are misses from now on."""
@@ -102,7 +102,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
     def shutdown(self) -> None:
         self._workers.shutdown(wait=True)
         self._lookups.shutdown()
-        self._slots.close()
+        self._stored.close()
         self._archive.close()
 
     def _submit(self, job: TransferJob, move: Any) -> None:
@@ -130,19 +130,19 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
             self._done.put((result, lost))
 
     def _store(self, keys: list[OffloadKey], chunks: list[Bytes]) -> list[bool]:
-        self._slots.store(keys, chunks)
+        self._stored.store(keys, chunks)
         return [True] * len(keys)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Asks the store in its own thread, for all chunks of a scheduler step at once."""
 
-    def __init__(self, slots: Slots, tier_type: str) -> None:
-        self._slots = slots
+    def __init__(self, stored: HashedPages, tier_type: str) -> None:
+        self._stored = stored
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        return [ref is not None for ref in self._slots.find(list(keys))]
+        return [ref is not None for ref in self._stored.find(list(keys))]
 
 
 def _namespace(config: Any, chunk_bytes: int) -> Namespace:

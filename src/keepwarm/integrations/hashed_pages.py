@@ -25,7 +25,7 @@ _THREADS = 4  # loads of runs at a time
 _WRITES = 4  # writes that may wait to be copied
 
 
-class Slots:
+class HashedPages:
     """Pages of `nbytes` bytes each under one namespace, by the engine's hashes. Safe for use from several threads."""
 
     def __init__(self, archive: Archive, namespace: Namespace, nbytes: int) -> None:
@@ -34,7 +34,7 @@ class Slots:
         self.nbytes = nbytes
         half = nbytes // 2
         self._geometry = KVGeometry((LayerGeometry(1, half, nbytes - half),), "float8_e4m3fn")
-        self._loaders = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-slots")
+        self._loaders = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-hashed-pages")
         self._room = threading.BoundedSemaphore(_WRITES)
 
     def close(self) -> None:
