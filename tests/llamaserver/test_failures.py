@@ -1,4 +1,4 @@
-"""What fails ends no request: it goes on without, is counted, and leaves nothing behind."""
+"""What fails ends no request: the request goes on without the cache. Failures are counted, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The archive of KV blocks: RAM over disk."""
+"""The archive of KV blocks: RAM over disk over remote tiers."""
 
 from __future__ import annotations
 

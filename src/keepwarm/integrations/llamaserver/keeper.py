@@ -2,7 +2,7 @@
 
 Before: the request's tokens are asked for, a slot is chosen, and if the store holds more of the prompt than the slot,
 that is restored. After: what the slot holds now is saved and stored, if enough of it is new. Whatever fails is counted
-and logged, and the request goes on without.
+and logged, and the request goes on without the cache.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Keeper:
     async def lend(
         self, path: str, body: Mapping[str, Any], tenant: str | None, caller: Mapping[str, str]
     ) -> Lease | None:
-        """Return a slot that holds as much of a request's prompt as can be found. None: it goes on without."""
+        """Return a slot that holds as much of a request's prompt as can be found. None: the request goes on without the
+        cache."""
         try:
             epoch = await asyncio.to_thread(self._archive.epoch)
             _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body, caller))

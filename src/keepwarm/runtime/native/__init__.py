@@ -1,1 +1,1 @@
-"""The lean decoder: a forward pass in C++. It is compiled on this machine when it is first needed."""
+"""The lean decoder: a forward pass in C++. A wheel brings it compiled; elsewhere this is done at first use."""
