@@ -197,7 +197,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Settle sessions, write what is still queued and release the store. Safe to call twice.
+        """Settle sessions, write what is still queued and release the store. It may be called twice.
 
         An engine that is not closed by its user is closed when the program ends, within `exit_timeout` seconds. One
         that is garbage-collected before that writes what is queued in the background.

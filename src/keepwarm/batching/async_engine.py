@@ -108,7 +108,7 @@ class AsyncEngine:
     async def close(self, *, cancel: bool = False) -> None:
         """Take no more requests, finish or `cancel` the present ones, wait for `warm` calls, and write what is queued.
 
-        Safe to call twice. If it is never closed, its requests are cancelled when the program ends.
+        It may be called twice. If it is never closed, its requests are cancelled when the program ends.
         """
         self._closed = True
         await asyncio.to_thread(self._close, cancel)

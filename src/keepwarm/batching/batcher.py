@@ -129,7 +129,7 @@ class Batcher:
             self._changed.notify_all()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more requests, finish or `cancel` the present ones, and free the pages. Safe to call twice. If a
+        """Take no more requests, finish or `cancel` the present ones, and free the pages. It may be called twice. If a
         batcher is never closed, its requests are cancelled when the program ends."""
         self._close(cancel, None)
 

@@ -100,11 +100,11 @@ class Ticket:
         return self._cancelled
 
     def put(self, piece: Piece) -> None:
-        """Add a piece. For the batcher."""
+        """Add a piece. The batcher calls this."""
         self._hand_out(piece)
 
     def end(self, outcome: Generation | BaseException) -> None:
-        """Set the outcome, once. For the batcher."""
+        """Set the outcome, once. The batcher calls this."""
         if isinstance(outcome, Generation):
             self._outcome.set_result(outcome)
         else:
@@ -194,8 +194,8 @@ class Waiting:
         return blocks if blocks and blocks[-1].end - other.opened.plan.cached_tokens >= _WORTH_WAITING else []
 
     def _common(self, other: Waiting) -> int:
-        """Return how many leading tokens can share KV: as far as both are equal and under the same salts. None of
-        another adapter."""
+        """Return how many leading tokens can share KV: as far as both are equal and under the same salts.
+        Requests for different adapters share none."""
         if self.prepared.compiled.lora is not other.prepared.compiled.lora:
             return 0
         mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys

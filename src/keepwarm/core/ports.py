@@ -89,7 +89,8 @@ class WholeSource(Protocol):
     """A source whose layers are all alike, and which can copy them all at once."""
 
     def copy_to(self, data: Bytes, start: int, end: int) -> bool:
-        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim. False: use `read` instead."""
+        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim. Return False if `read`
+        must be used."""
         ...
 
 
@@ -185,7 +186,8 @@ class BlockCodec(Protocol):
         ...
 
     def decode(self, packed: Bytes, kv: int, dim: int, dtype: str, tokens: int, target: Bytes) -> None:
-        """Write the first tokens of a block of `tokens` into `target`, `[heads, m, dim * itemsize]`. Any thread."""
+        """Write the first tokens of a block of `tokens` into `target`, `[heads, m, dim * itemsize]`. Any thread may
+        call it."""
         ...
 
 

@@ -74,7 +74,7 @@ class Attached:
         model.__dict__["generate"] = self._cached_generate  # an instance attribute hides the class's method
 
     def detach(self) -> None:
-        """Give the model its own `generate` back and close the store. Safe to call twice."""
+        """Give the model its own `generate` back and close the store. It may be called twice."""
         self._model.__dict__.pop("generate", None)
         self.engine.close()
 

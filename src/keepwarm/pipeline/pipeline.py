@@ -355,7 +355,7 @@ class Pipeline:
 
     def close(self, seconds: float = math.inf) -> bool:
         """Settle sessions, write what is still queued and release the store, within about `seconds`. Return False when
-        something was not done by then. Safe to call twice."""
+        something was not done by then. It may be called twice."""
         until = time.monotonic() + seconds
         settled = True
         for close in () if self.prompts.closed else self.on_close:

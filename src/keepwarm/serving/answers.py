@@ -154,7 +154,7 @@ class Answers:
         return self.results
 
     def close(self) -> None:
-        """Cancel what is running. Safe to call twice, and after the end."""
+        """Cancel what is running. It may be called twice, and after the end."""
         self._closed = True
         for answer in self.each:
             if answer.ticket is not None:

@@ -116,8 +116,8 @@ class Models:
 
     @property
     def at_hand(self) -> Service:
-        """A model to look into the store with: a loaded one that stays, or else one that comes anyway. Of several, the
-        first rather than another."""
+        """A model to look into the store with: a loaded one that stays, or else one that comes anyway. Among several
+        the first has precedence."""
 
         def at_hand(place: _Place) -> tuple[bool, bool, bool, float]:
             return place.stays, place.loading is not None, place is self._places[0], place.last_used

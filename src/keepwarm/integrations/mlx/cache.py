@@ -264,7 +264,7 @@ class _Purges:
         self._told = False
 
     def told(self, tags: frozenset[bytes]) -> None:
-        """Note a purge of these salts' data. Any thread."""
+        """Note a purge of these salts' data. Any thread may call it."""
         self._told = self._told or not self._ours.isdisjoint(tags)
 
     def taken(self) -> bool:

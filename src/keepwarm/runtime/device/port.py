@@ -67,7 +67,7 @@ class Memory(Protocol):
         ...
 
     def free(self) -> None:
-        """Give the memory back now, not at garbage collection. Safe to call twice."""
+        """Give the memory back now, not at garbage collection. It may be called twice."""
         ...
 
 

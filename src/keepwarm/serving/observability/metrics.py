@@ -112,7 +112,7 @@ class Metrics:
         registry.register(_Now(service))
 
     def exposition(self) -> bytes:
-        """Return the text that Prometheus reads. May wait for the store's catalogue."""
+        """Return the text that Prometheus reads. This may wait for the store's catalogue."""
         return generate_latest(self.registry)
 
     def refused(self, protocol: Protocol, error: ApiError | None) -> None:

@@ -104,7 +104,7 @@ class Shadow:
                 self._running.cancel()
 
     def close(self) -> None:
-        """Stop, and drop what waits. Safe to call twice."""
+        """Stop, and drop what waits. It may be called twice."""
         with self._changed:
             self._closed = True
             if self._running is not None:

@@ -35,7 +35,7 @@ class Salts:
     def note(self, tenant: str, salt: str) -> None:
         """Remember a salt before it is first used. Work that is stored under it must have begun before this call
         (`Archive.epoch`): a purge that does not see the salt then refuses that work. Raises ApiError for more salts
-        than can be remembered. May wait for the disk."""
+        than can be remembered. This may wait for the disk."""
         name = f"{tenant}.salts"
         with self._lock:
             if salt in self._known(name):

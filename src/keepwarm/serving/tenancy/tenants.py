@@ -128,7 +128,7 @@ class Tenants:
     def salt(self, caller: Caller, narrowed: str | None) -> str | None:
         """Return the salt of one request. It is remembered before it is first used, so that a purge will find it.
 
-        Raises ApiError for more client salts than can be remembered. May wait for the disk.
+        Raises ApiError for more client salts than can be remembered. This may wait for the disk.
         """
         if narrowed is None:
             return caller.salt
@@ -239,7 +239,7 @@ class Tenants:
             return {"tenant": caller.tenant, **vars(found), "limits": limits}
 
     def save(self, *, now: bool = False) -> None:
-        """Write the day's usage, so that a restart does not reset quotas. May wait for the disk."""
+        """Write the day's usage, so that a restart does not reset quotas. This may wait for the disk."""
         with self._lock:
             if self._folder is None or not self.keyed or not (now or time.monotonic() - self._saved > _SAVE):
                 return

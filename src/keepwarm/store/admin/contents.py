@@ -210,7 +210,7 @@ class Contents:
         return 0 if self._disk is None else self._disk.size_on_disk()
 
     def counters(self) -> dict[str, int]:
-        """Counters of all processes that ever used the store, as merged so far. Empty without a folder."""
+        """Counters of all processes that ever used the store, as merged so far. There are none without a folder."""
         return {} if self._disk is None else self._health.asking(self._disk.index.counters, {})
 
     def count(self, name: str, delta: int = 1) -> None:

@@ -48,7 +48,7 @@ class RunReader:
         return cls(fd, header)
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file. It may be called twice."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
