@@ -18,7 +18,7 @@ PROGRAM = Path(
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and item.path.name != "test_slot_file.py":
+        if HERE in item.path.parents and item.path.name not in ("test_proxy.py", "test_slot_file.py"):
             item.add_marker(pytest.mark.slow)
             if not PROGRAM.is_file():
                 item.add_marker(pytest.mark.skip(reason="llama-server is not compiled: make test-llamaserver"))

@@ -165,7 +165,7 @@ def test_what_comes_while_no_model_is_loaded_is_stored_after_a_purge(
             second = pool.submit(chat, url, "", model="other", messages=LONG)
             wait(lambda: waiting(server, "other") == 2)
         assert first.result().status_code == 200
-        assert cached(second.result()) == 0
+        assert cached(second.result()) < 10  # at most the beginning that both prompts share
         assert cached(chat(url, "", model="other", messages=LONG)) > 100
 
 

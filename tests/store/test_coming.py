@@ -193,3 +193,28 @@ def test_a_step_that_arrives_while_it_is_looked_up_is_found(tmp_path: Path, monk
     with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
         monkeypatch.setattr(Archive, "lookup", late)
         assert len(whole_blocks(one.blocks, archive, 0)) == len(one.blocks) - 1
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_lookup_ends_though_others_never_stop_storing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    store = Store(tmp_path)
+    text, lookup, looks = ids(2 * PAGE + 10, 1), Archive.lookup, list[int]()
+
+    def busy(archive: Archive, names: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        looks.append(1)
+        if len(looks) < 20:
+            with monkeypatch.context() as others:
+                others.setattr(Archive, "lookup", lookup)
+                store.put(ids(PAGE, 10 + len(looks)))  # nothing of this prompt
+        return lookup(archive, names)
+
+    monkeypatch.setattr(Archive, "lookup", busy)
+    blocks = chain(text, GRID.cuts(len(text)), namespace())
+    if cut:
+        assert whole_blocks(blocks, store.archive, 0) == ()
+    else:
+        assert matching_tokens(blocks, store.archive, 0, {}) == ((), 0)
+    assert len(looks) < 10
+    store.archive.close()

@@ -12,6 +12,7 @@ from keepwarm.core.ports import BlockIndex, BlockRef, in_line
 from keepwarm.core.spans import Exactness
 
 _START = attrgetter("start")
+_LOOKUPS = 4  # of a prompt in all, if blocks of others keep arriving: under load that may never end
 
 
 def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
@@ -21,8 +22,10 @@ def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[Block
     """
     there = tuple(_on_device(block.start, block.end, block) for block in blocks[:-1] if block.end <= resident)
     wanted = blocks.exact[len(there) : -1]
+    looked = 0
     while wanted:
-        before = index.arrivals()
+        looked += 1
+        before = index.arrivals() if looked < _LOOKUPS else None
         found = index.lookup(wanted)
         if len(found) == len(wanted):
             return (*there, *found)
@@ -48,8 +51,10 @@ def matching_tokens(
     refs: tuple[BlockRef, ...] = ()
     reached = resident
     again = True
+    looked = 0
     while resident < limit:
-        before = index.arrivals()
+        looked += 1
+        before = index.arrivals() if looked < _LOOKUPS else None
         refs, reached, parted = _stored(blocks, range(whole, last), index, resident, keys)
         if parted is None:
             break

@@ -25,7 +25,7 @@ from keepwarm.integrations.kept import Kept
 from keepwarm.integrations.llamacpp.form import Unreadable
 from keepwarm.integrations.llamacpp.memory import StateSource
 from keepwarm.integrations.llamaserver.identity import namespace_of
-from keepwarm.integrations.llamaserver.probe import Probe, Unusable, file_in, probe
+from keepwarm.integrations.llamaserver.probe import Probe, Unusable, clear, file_in, probe
 from keepwarm.integrations.llamaserver.server import LlamaServer, Refused
 from keepwarm.integrations.llamaserver.slot_file import SlotFile, SlotPlace, read_slot
 from keepwarm.integrations.llamaserver.table import NOTHING, Slot, Table
@@ -33,7 +33,17 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-FAILURES = (Refused, Unreadable, KeepwarmError, OSError, KeyError, TypeError, ValueError)
+FAILURES = (
+    Refused,
+    Unreadable,
+    KeepwarmError,
+    OSError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+)
 _COPIED = 60.0  # seconds until the store has copied a state
 _UNREAD = 3  # states in another form, after which no more are saved
 
@@ -95,6 +105,9 @@ class Keeper:
         props = await self._server.props()
         self._context = int(props["default_generation_settings"]["n_ctx"])
         table = Table(int(props["total_slots"]))
+        if not len(table):
+            raise Refused(0, "the server has no slots")
+        await asyncio.to_thread(clear, self._settings.folder)
         try:
             found = await probe(self._server, len(table) - 1, self._settings.folder)
             adapters = await self._server.adapters()
@@ -139,12 +152,11 @@ class Keeper:
             _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body, caller))
             if tokens is None or not len(tokens):
                 return None
-            known, table = self._known, self._table
-            slot, common = await table.lend(tokens, tenant)
+            lease = await self._lent(tokens, tenant, epoch)
         except FAILURES as error:
             self._failed("lookup", error)
             return None
-        lease = Lease(table, known, slot, tokens, tenant, epoch, common)
+        table, slot = lease.table, lease.slot
         try:
             await self._fill(lease)
         except FAILURES as error:
@@ -159,6 +171,18 @@ class Keeper:
         self._counts["slot_tokens"] += 0 if lease.restored else lease.common
         self._counts["restored_tokens"] += lease.restored
         return lease
+
+    async def _lent(self, tokens: TokenIds, tenant: str | None, epoch: int) -> Lease:
+        """Lend a slot. What is known of the server may be forgotten while a request waits: then it is asked anew, since
+        nobody would ever give a slot of no table back. Raises Refused."""
+        while True:
+            known, table = self._known, self._table
+            if len(table):
+                slot, common = await table.lend(tokens, tenant)
+                if table is self._table:
+                    return Lease(table, known, slot, tokens, tenant, epoch, common)
+                await table.give_back(slot)
+            await self._look()
 
     async def _fill(self, lease: Lease) -> None:
         slot = lease.slot
@@ -190,11 +214,12 @@ class Keeper:
             idle = await lease.table.lend_idle()
             if not idle:
                 raise
-            for slot in idle:
-                try:
+            try:
+                for slot in idle:
                     await self._server.erase(slot.number)
                     slot.now_holds(NOTHING, None)
-                finally:
+            finally:
+                for slot in idle:
                     await lease.table.give_back(slot)
             return await self._server.restore(lease.slot.number, name)
 
@@ -241,6 +266,7 @@ class Keeper:
         """Let the server write the slot, and read it. None if it does not hold this request's tokens."""
         path = file_in(self._settings.folder)
         async with self._saving:
+            await asyncio.to_thread(clear, self._settings.folder)
             try:
                 if not await self._server.save(lease.slot.number, path.name):
                     return None  # the server emptied it for another request

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from keepwarm.integrations.llamaserver.slot_file import SlotFile, SlotPlace, rea
 PREFIX = "keepwarm-"  # of files in the slots' folder
 _TOKENS, _MORE = 16, 4
 _EVERY = 1 << 16  # sections
+_LEFT = 600.0  # seconds after which nobody waits for a file any longer
 
 
 class Unusable(Exception):
@@ -47,6 +50,14 @@ class Probe:
 def file_in(folder: Path) -> Path:
     """Return a new name of a file in the slots' folder."""
     return folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}.bin"
+
+
+def clear(folder: Path) -> None:
+    """Remove files with prompts that a killed process left in the slots' folder, or a save that came too late."""
+    for path in folder.glob(f"{PREFIX}*-{'[0-9a-f]' * 16}.bin"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT:
+                path.unlink()
 
 
 async def probe(server: LlamaServer, slot: int, folder: Path) -> Probe:

@@ -12,7 +12,8 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from keepwarm.integrations.llamaserver.keeper import Keeper, Lease, Settings
 from keepwarm.integrations.llamaserver.server import CHATS, COMPLETIONS, LlamaServer, Refused
@@ -49,7 +51,7 @@ _SHARED = frozenset((
     "/v1/messages/count_tokens",
     "/v1/chat/completions/input_tokens",
 ))
-_UNSUITED = ("lora", "n_cmpl")  # fields of requests whose KV is not that of their tokens alone
+_UNSUITED = ("lora", "n_cmpl", "n_discard")  # fields of requests whose KV is not that of their tokens alone
 _LAST = 4096  # bytes of an answer in which its times are looked for
 _PREDICTED = re.compile(rb'"predicted_n":\s*(\d+)')
 _LEFT = 499  # as nginx has it: the client is gone
@@ -126,29 +128,45 @@ class Proxy:
         return _error(403, "the slots belong to keepwarm slots: ask llama-server itself")
 
     async def _answer(self, request: Request) -> Response:
-        path, raw = request.url.path, await request.body()
+        path, raw = request.scope["path"], await request.body()
+        if not self._is_plain(path):
+            return _error(400, f"{path!r} would be another path for llama-server")
         if self._tenants and path not in CHATS | COMPLETIONS | _SHARED:
             return _error(403, f"{path} is not served with --tenants: llama-server does not keep callers apart there")
         lease = None
         if request.method == "POST" and path in CHATS | COMPLETIONS:
+            body = _body(raw)
+            if body is None:
+                # llama-server reads more than this program does, and would choose the slot of such a request itself.
+                return _error(400, "the body is no JSON object that can be read here")
             caller = {name: request.headers[name] for name in _KEYS if name in request.headers}
-            lease, raw = await self._lent(path, raw, caller)
-        if request.method == "POST" and path == "/lora-adapters":
-            for keeper in self._keepers.values():
-                keeper.forget()
-        return await self._passed_on(request, raw, lease)
+            lease, raw = await self._lent(path, body, caller)
+        if request.method != "POST" or path != "/lora-adapters":
+            return await self._passed_on(request, raw, lease)
+        self._forget()
+        try:
+            return await self._passed_on(request, raw, lease)
+        finally:
+            self._forget()  # a request in between may have asked for the old adapters
+
+    def _forget(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.forget()
+
+    def _is_plain(self, path: str) -> bool:
+        """Whether the server gets a path as it was compared here: without dots, doubled slashes or a second encoding,
+        which would lead to the slots or adapters under another name."""
+        try:
+            sent = self._http.build_request("GET", path).url.path
+        except httpx.InvalidURL:
+            return False
+        return sent == self._http.base_url.path.rstrip("/") + path
 
     async def _lent(
-        self, path: str, raw: bytes, caller: Mapping[str, str]
+        self, path: str, body: dict[str, Any], caller: Mapping[str, str]
     ) -> tuple[tuple[Keeper, Lease] | None, bytes]:
         """Return the slot of a request, and the request with its number."""
         self.counts["requests"] += 1
-        try:
-            body = json.loads(raw)
-        except ValueError:
-            return None, raw
-        if not isinstance(body, dict):
-            return None, raw
         keys = caller.values() if self._tenants else ()
         tenant = "\n".join(each for each in (*keys, str(body.pop("cache_salt", None) or "")) if each)
         keeper = self._keeper(str(body.get("model", "")))
@@ -163,11 +181,11 @@ class Proxy:
         return (keeper, lease), json.dumps(body).encode()
 
     async def _passed_on(self, request: Request, raw: bytes, lent: tuple[Keeper, Lease] | None) -> Response:
-        headers = [(name, value) for name, value in request.headers.items() if name not in _OWN]
-        asked = self._http.build_request(
-            request.method, request.url.path, params=request.query_params, headers=headers, content=raw
-        )
+        headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in _OWN]
         try:
+            asked = self._http.build_request(
+                request.method, request.scope["path"], params=request.query_params, headers=headers, content=raw
+            )
             answer = await self._sent(asked, request)
         except httpx.HTTPError as error:
             self._finish(lent, None)
@@ -182,7 +200,11 @@ class Proxy:
         told = {name: value for name, value in answer.headers.items() if name not in _OWN}
         if lent is not None:
             told |= {"x-keepwarm-slot": str(lent[1].slot.number), "x-keepwarm-restored": str(lent[1].restored)}
-        return StreamingResponse(self._relayed(answer, lent), answer.status_code, told)
+        try:
+            return _Relayed(self._parts(answer, lent), answer.status_code, told, partial(self._finish, lent, answer))
+        except BaseException:
+            self._finish(lent, answer)
+            raise
 
     async def _sent(self, asked: httpx.Request, request: Request) -> httpx.Response | None:
         """Send a request. Return None if its client left before the server answered, which was told to stop then."""
@@ -195,7 +217,7 @@ class Proxy:
             leaving.cancel()
             sending.cancel()
 
-    async def _relayed(self, answer: httpx.Response, lent: tuple[Keeper, Lease] | None) -> AsyncIterator[bytes]:
+    async def _parts(self, answer: httpx.Response, lent: tuple[Keeper, Lease] | None) -> AsyncIterator[bytes]:
         last = b""
         try:
             async for part in answer.aiter_raw():
@@ -205,23 +227,48 @@ class Proxy:
             log.warning("llama-server ended an answer: %s", error or type(error).__name__)
             self.counts["server_failures"] += 1
             raise
-        finally:
-            if lent is not None and (found := _PREDICTED.findall(last)):
-                lent[1].predicted = int(found[-1])
-            self._finish(lent, answer)
+        if lent is not None and (found := _PREDICTED.findall(last)):  # only a whole answer tells its number of tokens
+            lent[1].predicted = int(found[-1])
 
     def _finish(self, lent: tuple[Keeper, Lease] | None, answer: httpx.Response | None) -> None:
         """Do what follows an answer, in the background."""
 
         async def finish() -> None:
-            if answer is not None:
-                await answer.aclose()
-            if lent is not None:
-                await lent[0].done(lent[1])
+            try:
+                if answer is not None:
+                    await answer.aclose()
+            finally:
+                if lent is not None:
+                    await lent[0].done(lent[1])
 
         task = asyncio.get_running_loop().create_task(finish())
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+
+
+class _Relayed(StreamingResponse):
+    """An answer of the server. `ended` is called once, also if its client left before the first part was asked for."""
+
+    def __init__(
+        self, parts: AsyncIterator[bytes], status: int, headers: Mapping[str, str], ended: Callable[[], None]
+    ) -> None:
+        super().__init__(parts, status, headers)
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+def _body(raw: bytes) -> dict[str, Any] | None:
+    """Return a request's JSON object; None if it is none."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
 
 
 def _is_suited(body: Mapping[str, Any]) -> bool:
