@@ -77,7 +77,7 @@ def promote_sets(engine: Engine) -> None:
     archive.promote(ref.run_id for ref in found if (archive.namespace_of(ref) or {}).get("model") == own)
 
 
-def settle_memory() -> None:
+def return_freed_memory() -> None:
     """Free what nothing refers to any more, and let the collector leave what stays alone.
 
     Otherwise every full collection walks over torch and the models, and holds the interpreter's lock for 0.2 s. What a

@@ -21,7 +21,7 @@ from keepwarm.core.deadline import go_on
 from keepwarm.errors import Overloaded
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
-from keepwarm.serving.loaded import Loaded, settle_memory
+from keepwarm.serving.loaded import Loaded, return_freed_memory
 from keepwarm.serving.observability.metrics import Metrics
 from keepwarm.serving.observability.shadow import Shadow
 from keepwarm.serving.protocols.errors import ApiError, Protocol, told
@@ -101,7 +101,7 @@ class Service:
         self.catalogue = Catalogue.read(self.config.catalogue, order)
         loaded = Loaded.load(self.served, self.catalogue, self.config.batch, self._say)
         loaded.engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
-        settle_memory()
+        return_freed_memory()
         pipeline = loaded.engine.pipeline
         self.decoder = _digests(loaded.engine), pipeline.tokenizer.decode
         self._loaded = loaded
@@ -120,7 +120,7 @@ class Service:
             loaded.close()
         del loaded
         self.shadow.forget()  # what was broken off came back
-        settle_memory()
+        return_freed_memory()
 
     def close(self) -> None:
         """Cancel what still runs, write what is queued, and close."""
