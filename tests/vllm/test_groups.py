@@ -101,7 +101,7 @@ def test_groups_are_told_apart() -> None:
         ([spec(FullAttentionSpec), mamba()], {"sizes": (2, 1, 1)}, "pipeline"),
         ([spec(FullAttentionSpec), mamba()], {"sizes": (1, 2, 1)}, "context"),
         ([spec(FullAttentionSpec), mamba()], {"is_eagle_group": True}, "drafter"),
-        ([spec(FullAttentionSpec), mamba()], {"host_resident": True}, "to itself"),
+        ([spec(FullAttentionSpec), mamba()], {"host_resident": True}, "does not show some"),
         ([], {}, "keeps no KV"),
     ],
 )
