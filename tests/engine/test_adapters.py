@@ -19,6 +19,7 @@ from keepwarm import Batcher, Engine
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 pytestmark = [
+    pytest.mark.slow,  # their kernels are compiled first
     pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
     pytest.mark.host_memory("adapters run on the lean decoder"),
 ]
@@ -96,7 +97,6 @@ def test_decoded_tokens_are_found_by_the_next_prompt(
         assert engine.explain(longer).cached_tokens == 0
 
 
-@pytest.mark.slow
 def test_a_batch_of_several_adapters_answers_as_each_alone(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -112,7 +112,6 @@ def test_a_batch_of_several_adapters_answers_as_each_alone(
                 same(ticket.result(60), asked(cold, name, prompt))
 
 
-@pytest.mark.slow
 def test_a_request_keeps_the_adapter_with_which_it_began(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -128,7 +127,6 @@ def test_a_request_keeps_the_adapter_with_which_it_began(
         assert engine.adapters.names == ("values", "mlp", "every")
 
 
-@pytest.mark.slow
 def test_adapters_come_and_go_while_requests_run(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -150,7 +148,6 @@ def test_adapters_come_and_go_while_requests_run(
         assert found == [expected] * 10
 
 
-@pytest.mark.slow
 def test_a_session_keeps_its_adapter(model: Any, tokenizer: Any, folders: dict[str, Path]) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders) as engine:
         first = engine.generate("Good morning.", session="s", adapter="every", max_new_tokens=4)
@@ -176,7 +173,6 @@ def test_an_adapter_is_what_it_computes(
         assert every.digest == same.digest != other.digest
 
 
-@pytest.mark.slow
 def test_logits_are_pefts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """With ranks and scales by pattern, and rank-stabilized."""
     import peft
@@ -206,7 +202,6 @@ def test_logits_are_pefts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor([value for _, value in mine]), top.values, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
     """Loading compares with transformers over the same file; then cold and warm are equal to the bit."""
@@ -225,7 +220,6 @@ def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
         assert asked(engine, "one", prompt, reuse="off").logits_digest == first.logits_digest
 
 
-@pytest.mark.slow
 def test_a_bundle_carries_what_an_adapter_computed(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine, tmp_path: Path
 ) -> None:
@@ -258,7 +252,6 @@ def test_names_are_known_and_free(model: Any, folders: dict[str, Path], cold: En
         cold.adapters.load("", folders["mlp"])
 
 
-@pytest.mark.slow
 def test_chunks_are_refused(model: Any, tokenizer: Any, folders: dict[str, Path]) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders, reuse="chunks") as engine:
         with pytest.raises(ConfigError, match="reuse='chunks' is for requests without an adapter"):
@@ -268,7 +261,6 @@ def test_chunks_are_refused(model: Any, tokenizer: Any, folders: dict[str, Path]
         assert engine.generate(PROMPT, adapter="mlp", reuse="exact", max_new_tokens=1).token_ids
 
 
-@pytest.mark.slow
 def test_a_model_without_compiled_kernels_has_no_adapters(tokenizer: Any, folders: dict[str, Path]) -> None:
     with (
         Engine.from_pretrained((tiny("gpt2"), tokenizer)) as engine,
@@ -277,7 +269,6 @@ def test_a_model_without_compiled_kernels_has_no_adapters(tokenizer: Any, folder
         engine.adapters.load("mlp", folders["mlp"])
 
 
-@pytest.mark.slow
 def test_a_model_that_stops_to_run_on_the_kernels_answers_no_request_of_an_adapter(
     tokenizer: Any, folders: dict[str, Path]
 ) -> None:

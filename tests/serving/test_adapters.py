@@ -18,6 +18,7 @@ from tests.helpers.services import weather
 from keepwarm.serving.loaded import _bytes_of
 
 pytestmark = [
+    pytest.mark.slow,  # their kernels are compiled first
     pytest.mark.slow,
     pytest.mark.skipif(compiled is None, reason="no C++ compiler: adapters need the compiled kernels"),
 ]

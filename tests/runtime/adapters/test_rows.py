@@ -19,6 +19,7 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.native import build
 
 pytestmark = [
+    pytest.mark.slow,  # their kernels are compiled first
     pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
     pytest.mark.host_memory("the lean decoder attends to the host's memory"),
 ]
@@ -67,7 +68,6 @@ def test_logits_are_those_of_merged_weights_in_float64(family: str, tmp_path: Pa
     assert (mine - exact[31:]).abs().max() < 1e-4 * scale
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", CASES)
 def test_half_precision_is_near_float64(family: str, tmp_path: Path) -> None:
     lean = lean_with(family, torch.bfloat16)
@@ -143,7 +143,6 @@ def test_a_step_has_adapters_in_all_sequences_or_in_none(several: Several) -> No
         lean.decoder.step([token_ids([1])] * 2, [0, 0], places, [0, 1])
 
 
-@pytest.mark.slow
 def test_kernels_of_other_machines(tmp_path: Path) -> None:
     """bfloat16 by pairs or widened: what this machine would not choose."""
     for defines in ((build.PAIRS,) if "avx512_bf16" in build.cpu_flags() else (), ()):
