@@ -19,7 +19,6 @@ from keepwarm.serving.loaded import _bytes_of
 
 pytestmark = [
     pytest.mark.slow,  # their kernels are compiled first
-    pytest.mark.slow,
     pytest.mark.skipif(compiled is None, reason="no C++ compiler: adapters need the compiled kernels"),
 ]
 
