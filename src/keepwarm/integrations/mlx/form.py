@@ -181,7 +181,7 @@ def makers_of(model: Any, quantization: Quantization | None) -> list[Maker]:
         return [plain]
     try:
         return [plain, Maker(plain.model, form_of(_quantized(caches, quantization)), quantization)]
-    except (ValueError, NotImplementedError):  # mlx-lm will not come to this form either
+    except (ValueError, NotImplementedError):  # mlx-lm cannot make caches of this form either
         return [plain]
 
 
