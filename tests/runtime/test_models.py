@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,7 @@ from tests.helpers.prompts import ids
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, DownloadError, ModelNotFound, UnsupportedModel
 from keepwarm.runtime import attention, demo_model
+from keepwarm.runtime.identity import tokenizer_digest
 from keepwarm.runtime.loader import weights_on
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 2, "eos_token_id": 2}
@@ -186,6 +188,19 @@ def test_the_kept_weight_hash_follows_the_file(saved: Callable[..., Path], monke
     (tmp_path / "identity.json").write_text("not json")
     with Engine.from_pretrained(folder) as engine:
         assert engine.pipeline.model.identity.weights != before
+
+
+def test_the_kept_digest_of_a_tokenizer_is_that_of_its_text(demo_folder: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder)
+    known, told = tmp_path / "identity.json", tokenizer_digest(tokenizer)
+    assert {tokenizer_digest(tokenizer, known) for _ in range(2)} == {told}
+    assert len(json.loads(known.read_text())) == 1
+    tokenizer.backend_tokenizer.enable_padding(length=8)  # padding shapes no ids
+    assert tokenizer_digest(tokenizer, known) == told
+    known.write_text("not json")
+    assert tokenizer_digest(tokenizer, known) == told
+    tokenizer.add_tokens(["<another>"])
+    assert tokenizer_digest(tokenizer, known) == tokenizer_digest(tokenizer) != told
 
 
 def test_an_interrupted_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from keepwarm.models.weight_files import file_stats, read_cache, weight_files, w
 from keepwarm.runtime.dispatch import brought
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; digests cached under another name are not used
+_TOKENIZER = "keepwarm tokenizer text 1"  # how a tokenizer's text becomes a digest; see `_WEIGHTS`
 _AT_ONCE = 64  # tensors hashed together
 _AS_CONFIGURED = 1e-5  # relative; results of one formula on different machines and devices differ by less
 # configuration keys that do not affect KV: bookkeeping, generation defaults, and what has its own identity field
@@ -232,14 +233,29 @@ def model_identity(
     )
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of a tokenizer's behaviour: vocabulary, merges, normaliser, special tokens; not padding state."""
+def tokenizer_digest(tokenizer: Any, cache: Path | None = None) -> str:
+    """Return a digest of a tokenizer's behaviour: vocabulary, merges, normaliser, special tokens; not padding state.
+
+    It is cached in the file `cache`, by the tokenizer's own text: bringing a large vocabulary into canonical form
+    takes longer than anything else about it.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        described = json.loads(backend.to_str())
-        described.pop("padding", None)
-        described.pop("truncation", None)
-        body = json_digest("tokenizer", described)
+        body = _described_digest(backend.to_str(), cache)
     else:
         body = json_digest("tokenizer", sorted(tokenizer.get_vocab().items()))
     return digest("keepwarm tokenizer 1", body, json_digest("special", tokenizer.special_tokens_map)).hex()
+
+
+def _described_digest(text: str, cache: Path | None) -> str:
+    """Return the digest of a tokenizer's description, a JSON text."""
+    key = digest(_TOKENIZER, text).hex()
+    if cache is not None and (known := read_cache(cache).get(key)):
+        return str(known)
+    described = json.loads(text)
+    described.pop("padding", None)
+    described.pop("truncation", None)
+    value = json_digest("tokenizer", described)
+    if cache is not None:
+        write_cache(cache, key, value)
+    return value

@@ -167,7 +167,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     forget_file(model)
     runner.port.synchronize()  # all work so far is done, for requests on any stream
     identity = model_identity(
-        model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
+        model, weights, buffers.model, tokenizer_digest(tokenizer, known), codec(config.kv_codec).identity
     )
     text = model.config.get_text_config()
     return LoadedModel(
