@@ -13,7 +13,7 @@ from tests.helpers.tokenizers import loaded
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A server with a random model: SGLang's test asks for ids up to 50,000, which the embedded one's vocabulary lacks."""
+    """A server with a random model: SGLang asks for ids up to 50,000, which the embedded one does not have."""
     folder = tmp_path_factory.mktemp("model")
     tiny("qwen3", vocab_size=151_936, max_position_embeddings=4096).save_pretrained(folder)
     loaded("tok-qwen3").save_pretrained(folder)
