@@ -180,6 +180,26 @@ OTHERS: dict[str, Any] = {  # of OpenAI, vLLM, llama.cpp and SGLang: what change
     "chat_template_kwargs": {"enable_thinking": False},
     "logprobs": False,
 }
+ROUTERS: dict[str, Any] = {  # what vLLM's and SGLang's routers add to every request that passes them
+    "logprobs": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+    "priority": 0,
+}
+
+
+def test_fields_that_routers_add_change_nothing(server: ServerProcess) -> None:
+    plain, routed = (
+        post(server.url, "/v1/chat/completions", messages=HI, max_tokens=3, temperature=0, **more)
+        for more in ({}, ROUTERS)
+    )
+    assert routed["choices"][0]["message"] == plain["choices"][0]["message"]
 
 
 def test_fields_of_other_servers(server: ServerProcess) -> None:
@@ -206,6 +226,7 @@ def test_fields_of_other_servers(server: ServerProcess) -> None:
     ("body", "said"),
     [
         ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"no_stop_trim": True}, "no_stop_trim"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "leave out one or the other"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "vocabulary"),

@@ -164,6 +164,9 @@ class Choosing(Body):
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
+    no_stop_trim: Literal[False] | None = Field(None, description="routers in front add it and the two below")
+    return_hidden_states: Literal[False] | None = None
+    priority: Literal[0] | None = None
     stream: bool | None = None
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
@@ -222,6 +225,9 @@ class ChatRequest(_Completing, Conversing):
         None, max_length=64, description="given to the chat template, if that reads it"
     )
     verbosity: str | None = Field(None, max_length=64, description="the same")
+    separate_reasoning: bool | None = Field(None, description="changes nothing: reasoning is part of the answer's text")
+    stream_reasoning: bool | None = Field(None, description="changes nothing")
+    include_reasoning: bool | None = Field(None, description="changes nothing")
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
 
