@@ -11,18 +11,23 @@ from keepwarm.models.presets import preset, preset_names
 KIB = 1024
 
 PER_TOKEN = {
+    "deepseek-v3": 61 * (512 + 64) * 2,
     "falcon-7b": 8 * KIB,
     "gemma-3-270m": 18 * KIB,
     "gpt2": 72 * KIB,
     "llama-2-7b": 512 * KIB,
     "llama-3.1-8b": 128 * KIB,
     "llama-3.2-1b": 32 * KIB,
+    "llama-3.3-70b": 320 * KIB,
     "mistral-7b-v0.1": 128 * KIB,
     "mistral-7b-v0.3": 128 * KIB,
     "mistral-nemo-12b": 160 * KIB,
     "qwen2.5-0.5b": 12 * KIB,
     "qwen2.5-7b": 56 * KIB,
     "qwen3-0.6b": 112 * KIB,
+    "qwen3-14b": 160 * KIB,
+    "qwen3-30b-a3b": 96 * KIB,
+    "qwen3-32b": 256 * KIB,
     "qwen3-8b": 144 * KIB,
     "qwen3.6-27b": 64 * KIB,
     "smollm2-135m": 23_040,
