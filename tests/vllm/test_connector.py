@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -71,14 +71,15 @@ def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Pat
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.connect(endpoint)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        run({"store": str(tmp_path / "store"), "max_disk": "1GiB"}, ask([HEAD]), ask([prompt]), events=endpoint)
+        steps = ask([HEAD]), ask([prompt]), ask(SALTED, salt="a")
+        run({"store": str(tmp_path / "store"), "max_disk": "1GiB"}, *steps, events=endpoint)
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
         while socket.poll(2000):
             found += decoder.decode(socket.recv_multipart()[-1]).events
     stored = [event for event in found if isinstance(event, BlockStored)]
     ours = [event for event in stored if event.medium == "STORAGE"]
-    known = {key for event in stored if event.medium != "STORAGE" for key in event.block_hashes}
-    first, second = ours
+    known = _extra_keys(event for event in stored if event.medium != "STORAGE")
+    first, second, salted = ours
     end = whole(len(prompt))
     start = end - len(second.block_hashes) * PAGE
     assert start in (0, PREFIX)  # 0: the first was not in the store yet
@@ -86,7 +87,14 @@ def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Pat
     assert second.token_ids == prompt[start:end]
     assert first.parent_block_hash is None
     assert second.parent_block_hash == (first.block_hashes[-1] if start else None)
-    assert known.issuperset(key for event in ours for key in event.block_hashes)  # the names vLLM's own events have
+    assert salted.extra_keys[0] == ("a",)
+    assert _extra_keys(ours).items() <= known.items()  # named and told apart as in vLLM's own events
+
+
+def _extra_keys(events: Iterable[Any]) -> dict[Any, Any]:
+    """Return what blocks' names hold beside tokens, by name."""
+    pairs = (zip(event.block_hashes, event.extra_keys, strict=True) for event in events)
+    return {name: keys for pair in pairs for name, keys in pair}
 
 
 def test_a_new_process_is_served_from_the_store(run: Any, store: dict[str, Any], first: list[Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.request import RequestStatus
 
 from keepwarm.core.blocks import TokenIds, chain, token_ids
@@ -266,6 +266,17 @@ class SchedulerHalf:
                     lora_id=None,
                     medium="STORAGE",
                     lora_name=lora,
+                    extra_keys=self._event_keys(request, first, last),
+                    group_idx=0,
                 )
             )
         tracked.stored = end
+
+    def _event_keys(self, request: Any, first: int, last: int) -> Any:
+        """Return what the names of these pages hold beside tokens, such as a salt, as vLLM's own events tell it. Routers
+        need it to know whose prompt a page belongs to."""
+        found, at = [], 0
+        for page in range(first, last):
+            keys, at = generate_block_hash_extra_keys(request, page * self._page_size, (page + 1) * self._page_size, at)
+            found.append(keys)
+        return to_event_extra_keys(found)
