@@ -1,7 +1,7 @@
-"""Fills in the sizes of docs/fleet.md: what prompts of published models weigh, and how fast a network must be for them.
+"""Fills in the sizes of docs/fleet.md: what prompts of published models weigh, and how fast a network they need.
 
-A block stands between `<!-- sizes: NAME -->` and `<!-- end -->`. `python -m tools.fleet` writes the blocks anew from the
-models' configurations; a test compares.
+A block stands between `<!-- sizes: NAME -->` and `<!-- end -->`. `python -m tools.fleet` writes the blocks anew from
+the configurations of the models; a test compares.
 """
 
 from __future__ import annotations

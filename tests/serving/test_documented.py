@@ -17,16 +17,12 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
+from tests.helpers.deploying import DEPLOY, ROOT, check_command, check_variables
 from tests.helpers.processes import DEADLINE, ServerProcess
-from typer.main import get_command
 
-from keepwarm.cli.app import app
-from keepwarm.config import ENVIRONMENT
 from keepwarm.serving.settings import ServeConfig
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "serving"
-DEPLOY = ROOT / "deploy"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # those of this environment first
 OUR_ADDRESS = "http://127.0.0.1:8000"
@@ -101,25 +97,6 @@ def test_configurations_in_pages_can_be_used(tmp_path: Path, page: str) -> None:
     for text in blocks:
         (tmp_path / "page.toml").write_text(text)
         ServeConfig.load(tmp_path / "page.toml", {}, {})
-
-
-def check_variables(found: dict[str, str]) -> None:
-    """Of the service; what has no double underscore is looked for in the source."""
-    ServeConfig.load(None, {}, {name: value for name, value in found.items() if name.startswith(ENVIRONMENT)})
-    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    for name in found:
-        assert name.startswith(ENVIRONMENT) or f'"{name}"' in source, name
-
-
-def check_command(words: list[str]) -> None:
-    """`keepwarm ...`: the command and its options exist."""
-    here: Any = get_command(app)
-    while words and words[0] in getattr(here, "commands", {}):
-        here = here.commands[words.pop(0)]
-    options = {name for parameter in here.params for name in parameter.opts}
-    given = [word for word in words if word.startswith("-")]
-    assert given
-    assert set(given) <= options
 
 
 def test_the_unit(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ class SchedulerHalf:
         tracked.stored = end
 
     def _event_keys(self, request: Any, first: int, last: int) -> Any:
-        """Return what the names of these pages hold beside tokens, such as a salt, as vLLM's own events tell it. Routers
+        """Return what the names of these pages hold beside tokens, such as a salt, as in vLLM's own events. Routers
         need it to know whose prompt a page belongs to."""
         found, at = [], 0
         for page in range(first, last):
