@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-router test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-llamacpp  the cache under a real llama-cpp-python, which is compiled first (minutes)"
 	@echo "make test-mlx  the prompt cache under a real mlx-lm, with MLX's build for the CPU"
 	@echo "make test-llamaserver  keepwarm slots with a real llama-server, which is compiled first (minutes)"
+	@echo "make test-router  replicas behind vLLM's own router, from its package index"
 	@echo "make test-clients  real agents and SDKs, from their package indexes, against a server with a real model (minutes)"
 	@echo "make models  run every model class and write docs/models.md anew (minutes)"
 	@echo "make lint    ruff, mypy --strict, import-linter"
@@ -87,6 +88,12 @@ test-llamaserver: .venv/.installed-dev
 	    $(BIN)/python benchmarks/peers/environments.py llama-server .peers && \
 	    $(BIN)/python -m pytest tests/llamaserver --confcutdir tests/llamaserver $(ARGS); \
 	else echo "skipped: llama-server is compiled, and there is no C++ compiler (apt install g++)"; fi
+
+# Replicas of `keepwarm serve` behind it, and, where `make test-vllm` has made vLLM's environment, of vLLM.
+test-router: .venv/.installed-dev
+	mkdir -p .peers
+	$(BIN)/python benchmarks/peers/environments.py router .peers
+	$(BIN)/python -m pytest tests/routers $(ARGS)
 
 # Without any network but the loopback, where the machine can take it away. ARGS="-k opencode" runs one of them;
 # ARGS="--record FILE" adds a line for each. What cannot be installed is skipped, with the reason.

