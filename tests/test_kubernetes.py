@@ -284,6 +284,7 @@ def test_values_of_llm_ds_router() -> None:
     labels = replicas["spec"]["template"]["metadata"]["labels"]
     assert router["modelServers"]["matchLabels"].items() <= labels.items()
     assert router["modelServers"]["targetPorts"] == [{"number": ports["http"]}]
+    assert "--enable-scale-out" in container["args"], "else the replicas give no tokens"
     producer = plugins["precise-prefix-cache-producer"]
     assert f"--block-size={producer['tokenProcessorConfig']['blockSizeTokens']}" in container["args"]
     events = json.loads(known["KV_EVENTS_CONFIG"])

@@ -26,6 +26,8 @@ def test_vllm_takes_the_options(folder: Path) -> None:
         expanded(word, names, known) for word in container["args"]
     ])
     assert (found.port, found.block_size, found.shutdown_timeout) == (8000, 64, 60)
+    assert found.enable_scale_out
+    assert found.enable_prompt_tokens_details
     assert found.kv_transfer_config.kv_connector == "KeepwarmConnector"
     events = found.kv_events_config
     assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
