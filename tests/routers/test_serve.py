@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from tests.helpers.processes import DEADLINE, ServerProcess
-from tests.helpers.remotes import free_port
+from tests.helpers.routers import routing
 
 RULES = "Answer briefly and kindly, whatever the guest asks of you. " * 20
 HEADS = [f"{name} is where you are the clerk. {RULES}" for name in ("Harbour", "Museum", "Garden", "Station")]
@@ -27,31 +24,6 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerPr
     finally:
         for one in found:
             one.stop()
-
-
-@contextmanager
-def routing(program: Path, policy: str, replicas: list[ServerProcess]) -> Iterator[str]:
-    port = free_port()
-    workers = ["--worker-urls", *(one.url for one in replicas)]
-    command = [str(program), "--port", str(port), "--policy", policy, "--prometheus-port", str(free_port()), *workers]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield _reached(f"http://127.0.0.1:{port}")
-    finally:
-        process.terminate()
-        process.wait(DEADLINE)
-
-
-def _reached(url: str) -> str:
-    until = time.monotonic() + DEADLINE
-    while time.monotonic() < until:
-        try:
-            if httpx.get(f"{url}/v1/models", timeout=DEADLINE).status_code == 200:
-                return url
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError("the router answers nothing")
 
 
 def ask(url: str, head: str, question: str, replicas: list[ServerProcess], **headers: str) -> tuple[int, Any]:
@@ -75,7 +47,7 @@ def test_what_begins_alike_goes_to_one_replica(
     router: Path, replicas: list[ServerProcess], policy: str, session: bool
 ) -> None:
     """The router tokenizes nothing here, since the service has no endpoint for that: it compares texts, or sessions."""
-    with routing(router, policy, replicas) as url:
+    with routing(router, policy, [one.url for one in replicas]) as url:
         places: list[set[int]] = [set() for _ in HEADS]
         for question in ("How deep is it?", "Who built it?", "When does it close?"):
             for number, head in enumerate(HEADS):
