@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError
+from redis.retry import Retry
 from tests.helpers.charts import LLM_D_PLUGINS, LLM_D_ROUTER, PRODUCTION_STACK, unknown
 from tests.helpers.deploying import (
     DEPLOY,
@@ -23,6 +27,7 @@ from tests.helpers.deploying import (
     loaded,
     variables,
 )
+from tests.helpers.remotes import free_port
 
 from keepwarm.config import parse_bytes
 from keepwarm.integrations.vllm.settings import ConnectorSettings
@@ -205,7 +210,7 @@ def check_redis(folder: Path, known: dict[str, str]) -> None:
     (service,) = (one for one in every(folder, "Service") if one["metadata"]["name"] == found[1])
     assert service["spec"]["ports"][0]["port"] == int(found[2])
     (redis,) = (each for one in every(folder, "Deployment") for each in containers(one) if each["name"] == "redis")
-    cap = next(word.removeprefix("--maxmemory=") for word in redis["args"] if word.startswith("--maxmemory="))
+    cap = redis["args"][redis["args"].index("--maxmemory") + 1]
     assert parse_bytes(cap.upper()) < parse_bytes(redis["resources"]["limits"]["memory"] + "B")
 
 
@@ -224,6 +229,26 @@ def test_the_service_gets_settings_that_there_are(folder: Path) -> None:
     assert paths == {"readinessProbe": "/health/ready", "livenessProbe": "/health"}
     if "redis" in folder.name:
         check_redis(folder, known)
+
+
+def test_redis_takes_its_options(tmp_path: Path) -> None:
+    """A real one: with the password it answers, and without it does not."""
+    (one,) = every(HERE / "redis", "Deployment")
+    (container,) = containers(one)
+    args = [word.replace("$(REDISCLI_AUTH)", "secret") for word in container["args"]]
+    if (program := shutil.which("redis-server")) is None:
+        pytest.skip("redis-server is not installed")
+    port = free_port()
+    process = subprocess.Popen([program, *args, "--port", str(port), "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        with Redis(port=port, password="secret", retry=Retry(ConstantBackoff(0.1), 100)) as client:
+            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "allkeys-lru"
+            assert client.config_get("save")["save"] == ""
+        with Redis(port=port) as client, pytest.raises(AuthenticationError):
+            client.ping()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_image_for_vllm() -> None:
