@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.helpers.deploying import DEPLOY, ROOT, built, containers
+from tests.helpers.deploying import DEPLOY, ROOT, built, containers, variables
 
 HERE = DEPLOY / "kubernetes"
 READ = """
@@ -20,7 +20,8 @@ print(json.dumps(vars(parser.parse_args(sys.argv[1:])), default=str))
 
 
 def test_the_router_takes_its_options(router: Path) -> None:
-    (one,) = (one for one in built(HERE / "router") if one["kind"] == "Deployment")
+    objects = built(HERE / "overlays" / "vllm-router")
+    (one,) = (one for one in objects if one["metadata"]["name"] == "keepwarm-router" and containers(one))
     (container,) = containers(one)
     python = router.parent / "python"
     done = subprocess.run([str(python), "-c", READ, *container["args"]], capture_output=True, text=True, check=False)
@@ -28,7 +29,7 @@ def test_the_router_takes_its_options(router: Path) -> None:
     found = json.loads(done.stdout)
     assert found["policy"] == "kv_aware"
     assert found["port"] == container["ports"][0]["containerPort"]
-    (replicas,) = (one for one in built(HERE / "vllm") if one["kind"] == "StatefulSet")
+    (replicas,) = (one for one in objects if one["kind"] == "StatefulSet")
     (vllm,) = containers(replicas)
     ports = {port["name"]: port["containerPort"] for port in vllm["ports"]}
     hosts = [
@@ -40,6 +41,9 @@ def test_the_router_takes_its_options(router: Path) -> None:
         f"http://{host}:{ports['http']}=tcp://{host}:{ports['kv-events']}" for host in hosts
     ]
     assert f"--block-size={found['kv_event_block_size']}" in vllm["args"]
+    events = json.loads(variables(vllm)["KV_EVENTS_CONFIG"])
+    assert "topic" not in events, "this router hears no others"
+    assert events["endpoint"] == f"tcp://*:{ports['kv-events']}"
     assert {"name": "MODEL", "value": found["kv_event_model"]} in vllm["env"]
 
 

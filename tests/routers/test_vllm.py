@@ -49,13 +49,14 @@ def replicas(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def _start(model: Path, store: Path, remote: str) -> Replica:
-    (one,) = (one for one in built(DEPLOY / "kubernetes" / "vllm") if one["kind"] == "StatefulSet")
+    objects = built(DEPLOY / "kubernetes" / "overlays" / "vllm-router")
+    (one,) = (one for one in objects if one["kind"] == "StatefulSet")
     (container,) = containers(one)
     known = variables(container)
     port, events = free_port(), free_port()
     transfer = json.loads(known["KV_TRANSFER_CONFIG"])
     transfer["kv_connector_extra_config"] = {"store": str(store), "max_disk": "1GiB", "max_ram": "128MiB"}
-    publishing = json.loads(known["KV_EVENTS_CONFIG"]) | {"endpoint": f"tcp://*:{events}", "topic": "kv@demo"}
+    publishing = json.loads(known["KV_EVENTS_CONFIG"]) | {"endpoint": f"tcp://*:{events}"}
     switches = [word for word in container["args"] if word.startswith("--enable")]
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name=demo", "--dtype=float32", "--max-model-len=2048", "--enforce-eager", *switches]
