@@ -114,5 +114,4 @@ def test_the_other_replica_loads_what_was_written_at_the_end(replicas: list[Repl
     head = f"Nursery is where you are the clerk. {RULES}"
     assert ask(first.url, head, "First?") == 0
     _end(first)
-    assert first.process.returncode == 0
     assert ask(second.url, head, "Second?") > 200
