@@ -38,7 +38,7 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
-	$(BIN)/keepwarm demo $(ARGS)
+	@$(BIN)/keepwarm demo $(ARGS)
 
 test: .venv/.installed-dev
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -149,24 +149,17 @@ figures: .venv/.installed-demo
 	$(BIN)/python -m tools.figures
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	rm -rf .venv .venv.log src/keepwarm/runtime/native/delivered .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 
-# torch goes first, so that the pinned build is in place when other packages ask for any torch.
-.venv/.installed-demo: $(INPUTS) | $(BIN)/python
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e .
-	touch $@
+# Also makes .venv. Shows how far it is, and compiles this machine's kernels meanwhile.
+.venv/.installed-demo: $(INPUTS)
+	@$(PYTHON) tools/install.py serve
+	@touch $@
 
-.venv/.installed-dev: $(INPUTS) | $(BIN)/python
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[dev]'
-	$(PIP) install -c constraints.txt --no-deps bfcl-eval
-	touch $@ .venv/.installed-demo
+.venv/.installed-dev: $(INPUTS)
+	@$(PYTHON) tools/install.py dev
+	@touch $@ .venv/.installed-demo
 
-.venv/.installed-docs: $(INPUTS) | $(BIN)/python
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[docs]'
-	touch $@ .venv/.installed-demo
-
-$(BIN)/python:
-	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "no virtual environment: apt install python3-venv" >&2; exit 1; }
+.venv/.installed-docs: $(INPUTS)
+	@$(PYTHON) tools/install.py docs
+	@touch $@ .venv/.installed-demo

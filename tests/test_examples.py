@@ -14,6 +14,7 @@ import transformers
 from tests.helpers.adapters import adapter
 
 from keepwarm.config import cache_dir
+from tools.manual import notebook
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +36,20 @@ def test_warm_tools(
     assert "0 of them were stored already" in printed
     example("warm_tools").main(str(demo_folder), str(tmp_path / "store"))
     assert "0 of them were stored already" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(demo_folder: Path) -> None:
+    printed = {cell["id"]: text for cell, text in notebook.run()}
+    reused = [[int(n) for n in re.findall(r"(\d+) of \d+ tokens reused", text)] for text in printed.values()]
+    assert [len(numbers) for numbers in reused] == [0, 2, 2, 1, 0, 0]
+    assert reused[1][0] == 0
+    assert reused[1][1] > 300
+    assert "exact True" in printed["same"]
+    assert "disk" in printed["reopen"]
+    assert "tokens_differ" in printed["explain"]
+    kept = [cell["id"] for cell in notebook.cells() if cell.get("outputs")]
+    assert kept == [name for name, text in printed.items() if text]  # the file shows what it prints
 
 
 @pytest.mark.slow

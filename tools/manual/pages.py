@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.manual import commands, configuration, http, python, troubleshooting
+from tools.manual import commands, configuration, http, notebook, python, troubleshooting
 
 PAGES: dict[str, Callable[[], str]] = {
+    "quickstart/notebook.md": notebook.page,
     "reference/configuration.md": configuration.page,
     "reference/commands.md": commands.page,
     "reference/http.md": http.page,

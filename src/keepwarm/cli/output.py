@@ -118,13 +118,16 @@ class Work:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text)
 
-    def step(self) -> None:
-        """Count one of the `total` steps as done."""
+    def step(self, said: str = "") -> None:
+        """Count one of the `total` steps as done. `said` is kept above a bar."""
         self._done += 1
         if self._progress is None or self._task is None:
-            note(f"  {self._done} of {self._total} after {time.monotonic() - self._start:.1f} s")
-        else:
-            self._progress.advance(self._task)
+            told = f": {said}" if said else ""
+            note(f"  {self._done} of {self._total} after {time.monotonic() - self._start:.1f} s{told}")
+            return
+        if said:
+            self._progress.console.print(Text(said))
+        self._progress.advance(self._task)
 
 
 class _Forward(logging.Handler):

@@ -65,9 +65,11 @@ def run_here(job: Job) -> Iterator[tuple[str, int, Answer]]:
     with open_engine(job.model, job.settings) as engine:
         # The first pass of a process pays for allocations and kernel set-up. Paid here, it does not flatter the cache.
         engine.generate(**job.requests[0], max_new_tokens=2, reuse="off")
-        for phase, reuse in ((COLD, "off"), (FIRST, None), (AGAIN, None)):
-            for number, answer in enumerate(job.answers(engine, reuse)):
-                yield phase, number, answer
+        # Question by question, so that the first warm answer is soon there.
+        passes = {phase: job.answers(engine, reuse) for phase, reuse in ((COLD, "off"), (FIRST, None), (AGAIN, None))}
+        for number in range(len(job.requests)):
+            for phase, answers in passes.items():
+                yield phase, number, next(answers)
 
 
 def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:

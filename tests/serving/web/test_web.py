@@ -217,7 +217,7 @@ def test_by_keyboard_alone(page: Any) -> None:
     page.get_by_role("treeitem").first.wait_for()
     tab_to("Purge all of mine…")
     press("Tab")
-    first = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    first = page.evaluate("document.activeElement.querySelector('.unseen').textContent")
     assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
     press("End", "Home", "ArrowDown", "ArrowUp", "Enter")
     page.get_by_role("region", name="Text of this stretch").wait_for()

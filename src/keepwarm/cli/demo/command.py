@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ def demo(
         for run in (run_here, run_restarted):
             for item in run(job):
                 answers.append(item)
-                work.step()
+                work.step(_answered(*item))
     rows = compared(answers)
     proved = all(row["bit_identical"] for row in rows)
     with open_store(store, engine.store_key_file) as archive:
@@ -78,6 +79,12 @@ def demo(
         _print(rows, disk, engine.source)
     if not proved:
         raise typer.Exit(PROOF_FAILED)
+
+
+def _answered(phase: str, number: int, answer: dict[str, Any]) -> str:
+    """One answer, as soon as it is there."""
+    reused = f"{answer['cached_tokens']:,} of {answer['prompt_tokens']:,} tokens reused"
+    return f"question {number + 1}, {PHASES[phase]}: first token after {output.in_ms(answer['ttft_ms'])}, {reused}"
 
 
 def requests(asked: list[str], salt: str | None = None) -> list[dict[str, Any]]:
@@ -139,4 +146,17 @@ def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None
             if said[phase] != said[COLD]:
                 print(f"   {PHASES[phase]}, it said: {said[phase]}")
     print(f"\nOn disk: {output.in_bytes(disk['bytes'])} in {output.counted(disk['runs'], 'run')}, in {disk['path']}")
-    print(f"Look at it: keepwarm ls --store {disk['path']}")
+    _next(disk["path"])
+
+
+def _next(store: str) -> None:
+    """Say what to try, by the command's own name: in a checkout it is not on the path."""
+    here = Path(sys.argv[0])
+    command = str(here) if here.name == "keepwarm" and shutil.which("keepwarm") is None else "keepwarm"
+    print("\nTo try next:")
+    for arguments, what in (
+        (f"ls --store {store}", "what the demo stored"),
+        ("chat", "a conversation that is still there tomorrow"),
+        ("serve", "a server for OpenAI's and Anthropic's clients, with a page that shows the cache at work"),
+    ):
+        print(f"  {command} {arguments}\n      {what}")

@@ -1,7 +1,7 @@
 // The native protocol. If a key is needed, it is kept in this tab's session storage and sent in a header.
 
 const KEY = "keepwarm-key";
-const ASKING = ["/query", "/query/compare", "/tools"]; // what a model computes; the rest only looks into the store
+const ASKING = ["/query", "/query/compare", "/tools", "/v1/cache/explain"]; // of one model; the rest looks into the store of all
 let askForKey = null;
 let model = null; // where there are several
 

@@ -2,8 +2,10 @@
 
 import {get, post, stream} from "/web/api.js";
 import {$, h, notice} from "/web/dom.js";
+import {theEdit} from "/web/edit.js";
 import {bar, chips, comparison, phaseList, why} from "/web/timing.js";
 import {chosenSet} from "/web/tools.js";
+import {setUpTour} from "/web/tour.js";
 
 const KEPT = 10; // results that stay on the page
 let running = null;
@@ -11,18 +13,14 @@ let running = null;
 async function turns(question, session, set) {
   const asked = {role: "user", content: question};
   if (!session) return [asked];
-  try {
-    const {messages} = await get("/v1/sessions/messages", {name: session});
-    const before = set ? messages.filter((one) => one.role !== "system") : messages;
-    return [...before, asked];
-  } catch (error) {
-    if (error.status === 404) return [asked];
-    throw error;
-  }
+  const {sessions} = await get("/v1/sessions");
+  if (!sessions.some((one) => one.name === session)) return [asked];
+  const {messages} = await get("/v1/sessions/messages", {name: session});
+  const before = set ? messages.filter((one) => one.role !== "system") : messages;
+  return [...before, asked];
 }
 
 function show(card) {
-  $("ask-empty").hidden = true;
   $("results").prepend(card);
   while ($("results").children.length > KEPT) $("results").lastElementChild.remove();
 }
@@ -33,7 +31,7 @@ function busy(on) {
 }
 
 async function asking(work) {
-  if (running || !$("ask-form").reportValidity()) return;
+  if (running || !$("ask-form").reportValidity()) return null;
   running = new AbortController();
   notice("");
   busy(true);
@@ -43,13 +41,20 @@ async function asking(work) {
   try {
     const messages = await turns(question, session, set);
     const body = {messages, max_new_tokens: Number($("max-tokens").value), ...(set ? {tools: set} : {})};
-    await work({question, session, body, signal: running.signal});
+    return await work({question, session, body, signal: running.signal});
   } catch (error) {
     if (error.name !== "AbortError") notice(error.message);
+    return null;
   } finally {
     running = null;
     busy(false);
   }
+}
+
+/** Puts a question in the box, to be changed or asked. */
+function use(question) {
+  $("question").value = question;
+  $("question").focus();
 }
 
 async function ask({question, session, body, signal}) {
@@ -57,11 +62,13 @@ async function ask({question, session, body, signal}) {
   const below = h("div", {class: "below"});
   const card = h("article", {class: "panel result", "aria-label": "Answer", "aria-busy": "true"}, h("p", {class: "asked"}, question), answer, below);
   show(card);
+  let whole = null;
   try {
     await stream("/query", {...body, stream: true}, (name, data) => {
       if (name === "token") answer.append(data.text);
       else if (name === "error") throw new Error(data.error.message);
       else if (name === "done") {
+        whole = data;
         answer.textContent = data.answer;
         below.append(chips(data),
           ...data.tool_calls.map((call) => h("p", {class: "call"}, h("span", {class: "note"}, "calls "), h("code", {}, `${call.name}(${JSON.stringify(call.arguments)})`))),
@@ -73,6 +80,9 @@ async function ask({question, session, body, signal}) {
     card.removeAttribute("aria-busy"); // screen readers now read the whole answer
     if (signal.aborted) below.append(h("p", {class: "note"}, "Stopped."));
   }
+  const edit = whole && (await theEdit(question, body, whole, use));
+  if (edit) below.append(edit);
+  return whole;
 }
 
 async function compare({session, body, signal}) {
@@ -87,6 +97,7 @@ async function compare({session, body, signal}) {
 }
 
 export function setUpAsk() {
+  setUpTour((prompt) => { $("question").value = prompt; return asking(ask); });
   $("ask-form").addEventListener("submit", (event) => { event.preventDefault(); asking(ask); });
   $("compare").addEventListener("click", () => asking(compare));
   $("stop").addEventListener("click", () => running?.abort());

@@ -65,3 +65,11 @@ export function notice(text) {
 
 /** Makes a colour key from pairs of a class and a word. */
 export const legend = (list, pairs) => put(list, pairs.map(([kind, word]) => h("li", {}, h("span", {class: `swatch ${kind}`}), word)));
+
+/** Returns round numbers from nothing up to a highest value or just above it. */
+export function ticks(most) {
+  const rough = most / 4;
+  const size = 10 ** Math.floor(Math.log10(rough || 1));
+  const step = [1, 2, 5, 10].map((one) => one * size).find((one) => one >= rough) ?? 1;
+  return Array.from({length: Math.ceil(most / step) + 1}, (_, i) => i * step);
+}

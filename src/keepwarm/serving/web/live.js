@@ -1,7 +1,7 @@
 // Live charts, drawn in SVG: the origin of the latest prompts' KV, and the time to the first token.
 
 import {get} from "/web/api.js";
-import {$, count, h, legend, ms, put} from "/web/dom.js";
+import {$, count, h, legend, ms, put, ticks} from "/web/dom.js";
 
 const MOST = 60; // the most answers in a chart
 const HIGH = 190;
@@ -27,14 +27,6 @@ function sources(one) {
   const found = {device: 0, ram: 0, disk: 0, remote: 0, computed: one.prompt_tokens - one.cached_tokens};
   for (const [tier, tokens] of Object.entries(one.cached_by_tier)) found[tier in found ? tier : "remote"] += tokens;
   return found;
-}
-
-/** Returns round numbers up to a highest value. */
-function ticks(most) {
-  const rough = most / 4;
-  const size = 10 ** Math.floor(Math.log10(rough || 1));
-  const step = [1, 2, 5, 10].map((one) => one * size).find((one) => one >= rough) ?? 1;
-  return Array.from({length: Math.ceil(most / step) + 1}, (_, i) => i * step);
 }
 
 function frame(chart, label, marks, y, text) {
@@ -63,23 +55,52 @@ function tokensChart(list) {
   put($("tokens-chart"), svg);
 }
 
+// Nearly every prompt shares its first tokens with another one, so a hit is one of which at least half was reused.
+const hit = (one) => 2 * one.cached_tokens >= one.prompt_tokens;
+
+/** Draws each answer at its prompt's length, so that hits and misses of like length stand above each other. */
 function ttftChart(list) {
   const low = Math.floor(Math.log10(Math.max(1, Math.min(...list.map((one) => one.ttft_ms)))));
   const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...list.map((one) => one.ttft_ms), 10))));
   const marks = Array.from({length: high - low + 1}, (_, i) => 10 ** (low + i));
-  const y = (value) => HIGH - 12 - ((HIGH - 26) * (Math.log10(Math.max(value, 10 ** low)) - low)) / (high - low);
-  const {svg, width} = frame($("ttft-chart"), `Time to first token of ${list.length} answers, the last ${ms(list.at(-1).ttft_ms)}`, marks, y, ms);
-  const step = Math.min(44, (width - LEFT) / list.length);
-  const x = (i) => LEFT + i * step + step / 2;
-  svg.append(h("path", {class: "trend", d: list.map((one, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(one.ttft_ms).toFixed(1)}`).join("")}));
-  list.forEach((one, i) => svg.append(h("circle", {class: one.cached_tokens ? "fill-ram" : "fill-computed", cx: x(i), cy: y(one.ttft_ms), r: 4.5},
-    h("title", {}, `${ms(one.ttft_ms)}, ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens reused`))));
+  const floor = HIGH - 30;
+  const y = (value) => floor - ((floor - 14) * (Math.log10(Math.max(value, 10 ** low)) - low)) / (high - low);
+  const {svg, width} = frame($("ttft-chart"), `Time to first token of ${list.length} answers by the length of their prompts, the last ${ms(list.at(-1).ttft_ms)}`, marks, y, ms);
+  const across = ticks(Math.max(...list.map((one) => one.prompt_tokens), 1));
+  const x = (tokens) => LEFT + 8 + ((width - LEFT - 32) * tokens) / across.at(-1);
+  for (const mark of across) svg.append(h("text", {class: "tick", x: x(mark), y: HIGH - 10, "text-anchor": "middle"}, count(mark)));
+  for (const one of list)
+    svg.append(h("circle", {class: hit(one) ? "mark-hit" : "mark-miss", cx: x(one.prompt_tokens), cy: y(one.ttft_ms), r: 4.5},
+      h("title", {}, `${ms(one.ttft_ms)}, ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens reused`)));
   put($("ttft-chart"), svg);
 }
 
 function middle(values) {
   const sorted = [...values].sort((a, b) => a - b);
-  return sorted.length ? ms(sorted[Math.floor(sorted.length / 2)]) : "–";
+  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+}
+
+/** Groups answers by the length of their prompts: each group ends at twice the length at which it begins. */
+export function alike(list) {
+  const groups = new Map();
+  for (const one of list) {
+    const from = 2 ** Math.floor(Math.log2(Math.max(1, one.prompt_tokens)));
+    const group = groups.get(from) ?? {from, hits: [], misses: []};
+    groups.set(from, group);
+    (hit(one) ? group.hits : group.misses).push(one.ttft_ms);
+  }
+  return [...groups.values()].sort((a, b) => a.from - b.from)
+    .map((one) => ({...one, sooner: one.hits.length && one.misses.length ? middle(one.misses) / middle(one.hits) : null}));
+}
+
+const times = (ratio) => (ratio === null ? "–" : `${ratio >= 10 ? Math.round(ratio) : ratio.toFixed(1)}×`);
+
+function alikeTable(groups) {
+  const cell = (values) => (values.length ? `${ms(middle(values))}, of ${values.length}` : "–");
+  const head = ["Prompt tokens", "Mostly reused", "Mostly computed", "Sooner"];
+  put($("alike-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
+    h("tbody", {}, groups.map((one) => h("tr", {}, h("th", {scope: "row"}, `${count(one.from)} to ${count(2 * one.from - 1)}`),
+      [cell(one.hits), cell(one.misses), times(one.sooner)].map((text) => h("td", {}, text))))));
 }
 
 /** Shows why reuse ended, and what that cost. */
@@ -95,17 +116,18 @@ export function showLive() {
   const total = (word, value) => h("div", {}, h("dt", {}, word), h("dd", {}, value));
   put($("totals"), total("Answers", count(answers.length)), total("Prompt tokens", count(asked)),
     total("Reused", asked ? `${((100 * reused) / asked).toFixed(0)} %` : "–"),
-    total("First token, hit", middle(answers.filter((one) => one.cached_tokens).map((one) => one.ttft_ms))),
-    total("First token, miss", middle(answers.filter((one) => !one.cached_tokens).map((one) => one.ttft_ms))));
+    total("First token sooner, at like length", times(middle(alike(answers).map((one) => one.sooner).filter((one) => one !== null)))));
   legend($("tokens-legend"), SOURCES);
-  legend($("ttft-legend"), [["ram", "something reused"], ["computed", "nothing reused"]]);
+  legend($("ttft-legend"), [["hit", "at least half reused"], ["miss", "less than half"]]);
   if (!list.length) {
     for (const id of ["tokens-chart", "ttft-chart"]) put($(id), h("p", {class: "empty"}, "No answers yet."));
     put($("live-table"));
+    put($("alike-table"));
     return;
   }
   tokensChart(list);
   ttftChart(list);
+  alikeTable(alike(answers));
   const head = ["Time", "Protocol", "Prompt", "Reused", "First token", "Label", "Why reuse ended"];
   put($("live-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
     h("tbody", {}, list.toReversed().map((one) => h("tr", {}, [

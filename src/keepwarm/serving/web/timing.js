@@ -51,8 +51,11 @@ const WHY = {
   chunks_diverged: "Chunks would change the answer",
 };
 
+let told = 0;
+
 /** Shows why reuse ended: the prompt as a strip, and both texts at the place where they differ. */
 export function why(answer) {
+  told += 1;
   const found = answer.miss;
   const share = (100 * answer.cached_tokens) / answer.prompt_tokens;
   const strip = h("div", {class: "strip", role: "img", "aria-label": `${count(answer.cached_tokens)} of ${count(answer.prompt_tokens)} prompt tokens were reused`},
@@ -67,7 +70,7 @@ export function why(answer) {
   const nothing = "Nothing of a prompt so short can be reused";
   const side = (word, kind, tag, parts) => h("div", {class: `side ${kind}`}, h("span", {class: "who"}, word),
     h("code", {}, parts.map(([text, differs]) => (differs ? h(tag, {}, text) : text))));
-  return h("section", {class: "why", "aria-label": "Why it missed"},
+  return h("section", {class: "why", "aria-label": `Why it missed, answer ${told}`},
     h("h3", {}, found ? (WHY[found.reason] ?? found.reason) : answer.cached_tokens ? "Everything that can be reused was" : nothing),
     h("p", {class: "note"}, `${share.toFixed(0)} % of the prompt was reused. `, !found && rest,
       found && found.detail && `${found.detail[0].toUpperCase()}${found.detail.slice(1)}.`,

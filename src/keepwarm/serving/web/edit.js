@@ -1,0 +1,44 @@
+// The edit that would have hit: the stored words in the place of the asked ones, and what the service says would then
+// have been reused.
+
+import {post} from "/web/api.js";
+import {count, h} from "/web/dom.js";
+
+const raw = (parts) => parts.map(([text]) => text).join("").replaceAll("\\n", "\n").replaceAll("\\t", "\t");
+
+/** Leaves out what follows the last difference. */
+function upToLast(parts) {
+  const last = parts.findLastIndex(([, differs]) => differs);
+  return parts.slice(0, last + 1);
+}
+
+/** Returns the question with the stored words in it; null if the difference does not lie in the question. */
+export function edited(question, miss) {
+  if (miss?.reason !== "tokens_differ" || !miss.stored_parts.length) return null;
+  const [asked, stored] = [raw(upToLast(miss.wanted_parts)), raw(upToLast(miss.stored_parts))];
+  let same = 0;
+  while (same < asked.length && asked[same] === stored[same]) same += 1;
+  const line = asked.slice(0, same).lastIndexOf("\n") + 1; // what stands before may be the template's
+  for (const from of [0, line]) {
+    const words = asked.slice(from);
+    const at = words ? question.indexOf(words) : -1;
+    if (at >= 0 && question.indexOf(words, at + 1) < 0) return question.slice(0, at) + stored.slice(from) + question.slice(at + words.length);
+  }
+  return null;
+}
+
+const differing = (parts) => parts.filter(([, differs]) => differs).map(([text]) => text.trim()).filter(Boolean).join(" … ");
+
+/** Says which edit would have hit, and how far, or nothing if none is known. `use` takes the edited question. */
+export async function theEdit(question, body, answer, use) {
+  const better = edited(question, answer.miss);
+  if (better === null) return null;
+  const messages = [...body.messages.slice(0, -1), {role: "user", content: better}];
+  const found = await post("/v1/cache/explain", {messages, ...(body.tools ? {tools: body.tools} : {})});
+  if (found.cached_tokens <= answer.cached_tokens) return null;
+  const [old, fresh] = [differing(answer.miss.stored_parts), differing(answer.miss.wanted_parts)];
+  const change = old && fresh ? [h("q", {}, old), " in place of ", h("q", {}, fresh)] : old ? [h("q", {}, old), " put in"] : [h("q", {}, fresh), " left out"];
+  return h("div", {class: "edit"},
+    h("p", {}, h("strong", {}, "The edit that would have hit: "), change, `. Then ${count(found.cached_tokens)} of ${count(found.prompt_tokens)} tokens would have been reused, not ${count(answer.cached_tokens)}.`),
+    h("button", {type: "button", onclick: () => use(better)}, "Put it in the box"));
+}
