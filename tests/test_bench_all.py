@@ -152,7 +152,11 @@ def test_a_step_names_what_there_is(step: Step) -> None:
     for command in step.commands:
         assert set(re.findall(r"\{(\w+)\}", command)) <= names | {peer.replace("-", "_") for peer in peers}
         for script in re.findall(r"\b(?:benchmarks|tests)/\S+\.py", command):
-            assert (ROOT / script).exists()
+            told = (ROOT / script).read_text(encoding="utf-8")
+            unknown = [
+                option for option in re.findall(r" (--[a-z-]+)", f"{command} {step.quick}") if option not in told
+            ]
+            assert unknown == [], script
         for model in re.findall(r"\{models\}/(\S+)", command):
             assert f"model {model}" in step.needs
 
