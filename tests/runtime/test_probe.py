@@ -45,7 +45,7 @@ def test_what_goes_on_rightly_is_cached(name: str) -> None:
     assert bool(kept.form.state_bytes) == kept.form.has_states
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
 def test_a_scan_without_a_beginning_is_run_token_by_token(name: str, dtype: torch.dtype) -> None:
     """Mamba-1's takes no state for several tokens at once, and starts anew silently."""

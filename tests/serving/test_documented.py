@@ -54,7 +54,7 @@ def run(language: str, text: str, folder: Path, environment: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "text"), examples("native.md", "openai.md", "anthropic.md"))
+@pytest.mark.parametrize(("language", "text"), examples("native.md", "openai.md", "anthropic.md", "sglang.md"))
 def test_examples_of_the_protocols(server: ServerProcess, tmp_path: Path, language: str, text: str) -> None:
     if language == "python":
         for package in re.findall(r"^from (\w+) import", text, re.MULTILINE):

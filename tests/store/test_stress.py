@@ -22,6 +22,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     assert figures["kills"] == 16
 
 
+@pytest.mark.slow
 def test_several_processes_at_once(tmp_path: Path) -> None:
     figures = script("hammer.py", "--processes", "3", "--seconds", "1.5", "--folder", str(tmp_path))
     assert figures["asked"] > 0

@@ -30,7 +30,7 @@ from keepwarm.serving.connections import Connections
 from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
 from keepwarm.serving.models import Models, check_served
-from keepwarm.serving.protocols import anthropic, caching, completions, native, openai, responses
+from keepwarm.serving.protocols import anthropic, caching, completions, native, openai, responses, sglang
 from keepwarm.serving.protocols.errors import ApiError, answer
 from keepwarm.serving.settings import ServeConfig
 
@@ -72,7 +72,7 @@ def create_app(config: ServeConfig) -> FastAPI:
     )
     app.state.models, app.state.service = models, models.first
     app.state.on_failure = None
-    for part in (native, openai, completions, responses, anthropic, caching, page):
+    for part in (native, openai, completions, responses, anthropic, sglang, caching, page):
         app.include_router(part.router)
     for kind in (ApiError, KeepwarmError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -44,7 +44,7 @@ def read(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["cache_read_input_tokens"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_a_definition_stands_once_where_it_is_named_first(name: str) -> None:
     turns = [QUESTION, CALL, named("timetable"), CALL, named("timetable", "find_tools")]
     shown = adapter(name)

@@ -104,7 +104,12 @@ class About:
 
 
 async def streamed(
-    request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
+    request: Request,
+    answers: Answers,
+    service: Service,
+    arguments: Mapping[str, Any],
+    chunks: AsyncGenerator[bytes, None],
+    protocol: Protocol = Protocol.OPENAI,
 ) -> EventStream:
     """Return a stream once the first token is there (or is late), so that earlier failures get a status code."""
     await answers.begin(HEARTBEAT)
@@ -113,9 +118,9 @@ async def streamed(
         try:
             async for chunk in chunks:
                 yield chunk
-            log_generation(request, about.service, about.arguments, answers.results)
+            log_generation(request, service, arguments, answers.results)
         except Exception as error:
-            yield event(in_stream(error, Protocol.OPENAI))
+            yield event(in_stream(error, protocol))
         finally:
             answers.close()
 

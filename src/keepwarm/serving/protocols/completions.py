@@ -57,7 +57,7 @@ async def completions(
     answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
     about = About("cmpl-", body, arguments, service, caller)
     if body.stream:
-        return await streamed(request, answers, about, _text_chunks(answers, about, body))
+        return await streamed(request, answers, service, arguments, _text_chunks(answers, about, body))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
     choices = [

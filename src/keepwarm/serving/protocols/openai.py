@@ -96,7 +96,7 @@ async def chat(
     arguments, wanted, about = await apart(request, asked)
     answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
     if body.stream:
-        return await streamed(request, answers, about, _chat_chunks(answers, about, body))
+        return await streamed(request, answers, service, arguments, _chat_chunks(answers, about, body))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
     return JSONResponse(_chat_response(about, answers, body))

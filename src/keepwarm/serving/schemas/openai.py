@@ -235,15 +235,15 @@ def _prompt_kind(prompt: Any) -> str:
     return "<texts>" if isinstance(first, str) else "<lists of ids>" if isinstance(first, list) else "<ids>"
 
 
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(_Completing):
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]
-        | Annotated[_Ids, Tag("<ids>")]
-        | Annotated[list[_Ids], Field(min_length=1, fail_fast=True), Tag("<lists of ids>")],
+        | Annotated[Ids, Tag("<ids>")]
+        | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("<lists of ids>")],
         Discriminator(_prompt_kind),
     ]
     best_of: Literal[1] | None = None
