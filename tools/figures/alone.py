@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from tools.figures.readme import conversation, first_tokens
-from tools.figures.results import divided, long, ms, over, plain, records, sooner, summaries, table
+from tools.figures.results import divided, elsewhere, long, ms, over, plain, records, sooner, summaries, table
 
 
 def ttft() -> str:
@@ -63,7 +63,7 @@ def tools(name: str = "tools.jsonl") -> str:
         for e in (each["row"] for each in records(name) if "row" in each)
     ]
     head = ("tools", "tokens", "computed once in", "hit", "cold", "times sooner", "pays after requests")
-    return table(head, rows)
+    return elsewhere(name) + table(head, rows)
 
 
 def tools_sooner(row: dict[str, Any]) -> str:
@@ -83,12 +83,14 @@ def sessions() -> str:
         for e in records("sessions-cases.jsonl")
         if "case" in e
     ]
-    return table(("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows)
+    return elsewhere("sessions-cases.jsonl") + table(
+        ("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows
+    )
 
 
 def turns() -> str:
     found = conversation()
-    return (
+    return elsewhere("sessions-turns.jsonl") + (
         f"In a conversation of {found['turns']} turns, {found['bit_identical_turns']} of {found['turns']} equal a run "
         "without the cache to the last bit, and each takes at least "
         f"{found['least_share_of_history_cached']:.0%} of its history from the cache."
@@ -149,7 +151,9 @@ def codecs() -> str:
                 f"{found['kl_mean']:.4f}",
                 f"{found['top1_same']:.1%}",
             ))
-    return table(("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows)
+    return elsewhere("codecs.jsonl") + table(
+        ("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows
+    )
 
 
 def adapters() -> str:

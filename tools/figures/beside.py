@@ -142,7 +142,7 @@ def llamacpp() -> str:
         "ours, after a restart": f"{mb(size['ours'])} on disk",
     }
     about = found["cold"]
-    behind = [each["behind_ms"] for case, each in found.items() if case.startswith(("own", "ours"))]
+    behind = [each["behind_ms"] for case, each in found.items() if case.startswith(("own, in RAM", "ours"))]
     return "\n".join([
         f"{about['tokens']:,} tokens and another question, medians of {about['rounds']} rounds:",
         "",

@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+EARLIER = Path(__file__).with_name("earlier.json")
 
 
 @cache
@@ -29,6 +30,19 @@ def run_of(name: str) -> dict[str, Any] | None:
     """What `make bench-all` wrote into the file's first line; None of an older file."""
     first = _lines(name)[0].get("run")
     return first if isinstance(first, dict) and "commit" in first else None
+
+
+def earlier(name: str) -> list[str]:
+    """Commit and day of a file without a line about its run, from git; and its machine, if that was another kind."""
+    found: dict[str, list[str]] = json.loads(EARLIER.read_text(encoding="utf-8"))
+    return found[name]
+
+
+def elsewhere(name: str) -> str:
+    """A line about a file that an earlier version made on another kind of machine; nothing about any other one."""
+    if run_of(name) or len(earlier(name)) < 3:
+        return ""
+    return f"By an earlier version, on {earlier(name)[2]}.\n\n"
 
 
 def summaries(name: str) -> list[Any]:

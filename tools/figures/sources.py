@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 from benchmarks.plan import STEPS
 
-from tools.figures.results import records, run_of, table
-
-EARLIER = Path(__file__).with_name("earlier.json")  # commit and day of files without a line about their run, from git
+from tools.figures.results import earlier, records, run_of, table
 
 
 def sources() -> str:
@@ -29,8 +25,8 @@ def told(name: str) -> tuple[str, str, str]:
         machine = run["machine"]
         shown = f"{machine['processor']}, {machine['cores']} cores, `{machine['level']}`, {machine['memory_gib']} GiB"
         return f"`{run['commit'][:10]}`" + (" and more" if run["dirty"] else ""), run["when"], shown
-    commit, day = json.loads(EARLIER.read_text(encoding="utf-8"))[name]
-    return f"`{commit}` or before", day, "not told"
+    commit, day, *machine = earlier(name)
+    return f"`{commit}` or before", day, machine[0] if machine else "not told"
 
 
 def kernels(name: str) -> str:
