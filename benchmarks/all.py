@@ -238,6 +238,8 @@ def keep(step: Step, here: Here, seconds: float) -> None:
         text = made.read_text(encoding="utf-8") if made.exists() else ""
         if not text.strip():
             raise RuntimeError(f"it wrote no {made.name}")
+        if lacking := [each for each in step.holds if each not in text and not here.quick]:
+            raise RuntimeError(f"{made.name} has no {', '.join(lacking)}: see its log in {here.scratch}")
         texts[name] = f"{head}\n{text}"
     here.results.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

@@ -23,6 +23,7 @@ class Step:
     minutes: float
     needs: tuple[str, ...] = ()  # a program, `model NAME`, `traces`, or `peer NAME`, which is an environment
     quick: str = ""  # the smallest sizes: the last command alone, with these arguments behind it
+    holds: tuple[str, ...] = ()  # what else a file must hold: some programs go on without a peer that does not start
     made: str = ""  # the file's name as the command writes it, where it is kept under another one
 
 
@@ -37,6 +38,7 @@ _SPEED = (
     " --repair none impact:0.1 impact:0.13 impact:0.15"
 )
 _QWEN = "{models}/qwen2.5-0.5b"
+_CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
 _SIMULATE = f"{_CLI} simulate --match blocks --jobs 2 --out {{out}}/simulate.jsonl"
 _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
@@ -165,6 +167,7 @@ STEPS = (
         10,
         ("peer vllm", "peer llamacpp"),
         "--peers transformers --rounds 1 --cold 1 --prefix 64 --new-tokens 4",
+        holds=('"peer": "vllm"', '"peer": "vllm-eager"', '"peer": "llamacpp"', '"peer": "llamacpp-f16"'),
     ),
     Step(
         "peers-float32",
@@ -176,7 +179,8 @@ STEPS = (
         6,
         ("peer vllm", "peer llamacpp"),
         "--peers transformers --rounds 1 --cold 1 --prefix 64 --new-tokens 4",
-        "peers.jsonl",
+        made="peers.jsonl",
+        holds=('"peer": "vllm"', '"peer": "llamacpp"'),
     ),
     Step(
         "at-once",
@@ -188,6 +192,7 @@ STEPS = (
         10,
         ("peer vllm",),
         "--peers --requests 1 2 --rounds 1 --prefix 64 --new-tokens 4",
+        holds=('"peer": "vllm"', '"peer": "transformers"'),
     ),
     Step(
         "servers",
@@ -196,6 +201,7 @@ STEPS = (
         8,
         ("peer vllm", "peer llama-server"),
         "--servers keepwarm --clients 2 --rounds 2 --new 4",
+        holds=('"server": "vllm"', '"server": "llama.cpp"'),
     ),
     Step(
         "prove",
@@ -212,6 +218,7 @@ STEPS = (
         4,
         ("peer kvboost",),
         "--rounds 1 --documents 2",
+        holds=('"peer": "kvboost"',),
     ),
     Step(
         "vllm",
@@ -262,6 +269,7 @@ STEPS = (
         12,
         ("npm", "model qwen2.5-0.5b"),
         '"ARGS=--record={out}/clients.jsonl -k openai-ts"',
+        holds=(*(f'"client": "{name}"' for name in _CLIENTS),),
     ),
 )
 

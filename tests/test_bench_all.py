@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import all as bench
-from benchmarks.plan import PEERS, ROOT, STEPS, Step
+from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
 WRITES = """
 import pathlib, sys
@@ -44,6 +44,7 @@ def here(repository: Path, tmp_path: Path) -> bench.Here:
     return bench.Here(repository, git(repository, "rev-parse", "HEAD").strip(), False, *folders)
 
 
+checkout = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of a repository")
 GOOD = Step("good", ("{python} writes.py {out} {work}",), ("good.jsonl",), 1)
 
 
@@ -88,15 +89,18 @@ def test_a_step_that_fails_keeps_what_was_there_and_stops_no_other_one(here: ben
     bad = Step("bad", ("{python} -c 'print(\"so it is\"); raise SystemExit(3)'",), ("bad.jsonl",), 1)
     silent = Step("silent", ("{python} -c pass",), ("silent.jsonl",), 1)
     lacking = replace(GOOD, name="lacking", needs=("model nobody-has-it",))
-    missing = bench.run([bad, silent, lacking, GOOD], here)
-    assert set(missing) == {"bad", "silent", "lacking"}
+    short = replace(GOOD, name="short", files=("short.jsonl",), made="good.jsonl", holds=('"peer": "vllm"',))
+    missing = bench.run([bad, silent, lacking, short], here)
+    assert set(missing) == {"bad", "silent", "lacking", "short"}
+    assert 'no "peer": "vllm"' in missing["short"]
+    assert bench.run([GOOD], here) == {}
     assert "ended with 3" in missing["bad"]
     assert "wrote no silent.jsonl" in missing["silent"]
     assert "nobody-has-it" in missing["lacking"]
     assert "so it is" in (here.scratch / "bad.log").read_text()
     assert (here.results / "bad.jsonl").read_text() == '{"of": "an earlier run"}'
     assert not (here.results / "silent.jsonl").exists()
-    assert times(here) == 1
+    assert not (here.results / "short.jsonl").exists()
 
 
 def test_a_step_may_run_several_commands_over_many_files_and_keep_its_file_under_another_name(
@@ -126,6 +130,7 @@ def test_uncommitted_code_is_refused(repository: Path, capsys: pytest.CaptureFix
     assert "new.jsonl" not in said
 
 
+@checkout
 def test_the_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
     said = capsys.readouterr().out
@@ -145,6 +150,12 @@ def test_the_plan_ends_within_three_hours_and_makes_each_file_once() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_the_files_that_are_there_hold_what_they_must(step: Step) -> None:
+    text = "".join((RESULTS / name).read_text(encoding="utf-8") for name in step.files)
+    assert [each for each in step.holds if each not in text] == []
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_a_step_names_what_there_is(step: Step) -> None:
     names = {"python", "out", "work", "models", "traces", "demo"}
     peers = [need.removeprefix("peer ") for need in step.needs if need.startswith("peer ")]
@@ -161,6 +172,7 @@ def test_a_step_names_what_there_is(step: Step) -> None:
             assert f"model {model}" in step.needs
 
 
+@checkout
 def test_a_real_step_ends_with_its_file(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     traces.mkdir()
