@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-router test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-router test-clients models lint format bench bench-all bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -28,13 +28,14 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
+	@echo "make bench-all  every figure of README.md and the manual, in under three hours; goes on where it stopped"
 	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"
 	@echo "make gpu     acceptance on a GPU: equal to the bit, then times (PYTHON names the interpreter with torch)"
 	@echo "make gpu-pack  what make gpu needs on a machine without a network, as build/keepwarm-gpu.tar.gz"
 	@echo "make docs    the manual, in build/manual"
-	@echo "make figures fill the numbers of README.md and docs/benchmarks.md in from benchmarks/results"
+	@echo "make figures fill the numbers of README.md and the manual in from benchmarks/results, and draw the plots"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -119,6 +120,10 @@ format: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/ttft.py $(ARGS)
+
+# ARGS="--list" shows the plan; benchmarks/all.py says what else there is.
+bench-all: .venv/.installed-dev
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.all $(ARGS)
 
 bench-remote: .venv/.installed-dev
 	$(BIN)/python benchmarks/remote.py $(ARGS)

@@ -1,7 +1,7 @@
 """What ordinary requests reuse with default settings, on the embedded model: tokens, and whether the bits are a cold
 run's.
 
-    python benchmarks/any_token.py [--out benchmarks/results/any_token.jsonl]
+    python benchmarks/any_token.py [--out FILE]
 
 Each row is one thing that people do: something is asked, then something that begins like it. `best` is what a cache of
 single tokens without a bound would reuse, the last token of a prompt always computed. The second request is asked cold,

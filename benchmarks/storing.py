@@ -1,6 +1,6 @@
 """What is worth the disk: coding-agent sessions under several rules of what is written.
 
-    python benchmarks/storing.py TRACE... [--out benchmarks/results/storing.jsonl]
+    python benchmarks/storing.py TRACE... [--out FILE]
 
 Each request goes the engine's way, but for the model, over a store on disk with nothing in RAM: as if every request
 were the first of a new process. A request's answer is what the next one that goes on from its prompt has there, as many

@@ -3,9 +3,8 @@
     python benchmarks/ttft.py [--prefix 512 1024 ...] [--step 256 512 ...] [--rounds 7] [--model demo]
                               [--output benchmarks/results]
 
-Writes `ttft.jsonl` (one line per measurement and one summary per prefix and step) and `ttft.png`; of another model than
-the demo's, a folder, `ttft-NAME.jsonl` and `ttft-NAME.png`. Run it on an otherwise idle machine: another busy process
-slows torch many times over.
+Writes `ttft.jsonl` (one line per measurement and one summary per prefix and step); of another model than the demo's, a
+folder, `ttft-NAME.jsonl`. Run it on an otherwise idle machine: another busy process slows torch many times over.
 
 Every case of a round runs right after the other, so that ratios compare like with like:
 
@@ -35,7 +34,7 @@ import torch
 from transformers import DynamicCache
 
 from keepwarm import Engine
-from keepwarm.config import DEFAULT_STEP, EngineConfig
+from keepwarm.config import EngineConfig
 from keepwarm.core.request import Request
 from keepwarm.runtime.loader import load
 
@@ -130,7 +129,7 @@ def measure(model: tuple[Any, Any], name: str, prefix: int, step: int, rounds: i
                 times[tier].append(hit_ms(mapping if tier == "mapped" else engine, prompt, tier))
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
-        times["process"] = [other_process(name, store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
+        times["process"] = [other_process(name, store, step, prefix) for _ in range(min(rounds, 5))]
     bytes_per_token = engine.pipeline.model.geometry.bytes_per_token
     return {
         "prefix": prefix,
@@ -174,33 +173,6 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
     return keep | {"ms": median} | {k: round(v, 3) for k, v in (paired | speedup).items()}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = sorted({row["step"] for row in rows})
-    shown = [row for row in rows if row["step"] == (DEFAULT_STEP if DEFAULT_STEP in steps else steps[-1])]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for name in ("oneshot", "cold", "process", "disk", "mapped", "ram", "device", "floor"):
-        left.plot([r["prompt_tokens"] for r in shown], [r["ms"][name] for r in shown], marker="o", label=name)
-    left.set(
-        xlabel="prompt tokens", ylabel="time to first token, ms", yscale="log", title=f"TTFT at G = {shown[0]['step']}"
-    )
-    left.legend()
-    for step in steps:
-        mine = [r for r in rows if r["step"] == step]
-        right.plot(
-            [r["prompt_tokens"] for r in mine], [r["cold/oneshot"] for r in mine], marker="o", label=f"G = {step}"
-        )
-    right.axhline(1.1, color="grey", linestyle="--")
-    right.set(xlabel="prompt tokens", ylabel="scheduled cold / one-shot", title="Cost of the schedule")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=int, nargs="+", default=[512, 1024, 2048, 3000, 4096, 6000, 8000])
@@ -225,17 +197,15 @@ def main() -> None:
         "model": "SmolLM2-135M-Instruct" if options.model == "demo" else Path(options.model).name,
     }
     name = "ttft" if options.model == "demo" else f"ttft-{Path(options.model).name}"
-    summaries = []
     with tempfile.TemporaryDirectory() as work, (options.output / f"{name}.jsonl").open("w") as out:
         print(json.dumps(machine), file=out)
         for prefix in options.prefix:
             for step in options.step:
                 row = measure(model, options.model, prefix, step, options.rounds, Path(work))
-                summaries.append(summary(row))
+                found = summary(row)
                 print(json.dumps(row), file=out)
-                print(json.dumps({"summary": summaries[-1]}), file=out, flush=True)
-                print(json.dumps(summaries[-1]), flush=True)
-    plot(summaries, options.output / f"{name}.png")
+                print(json.dumps({"summary": found}), file=out, flush=True)
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The manual: what is made is whole, numbers come from results, every snippet runs. Nothing here needs mkdocs."""
+"""The manual: what is made is whole, and every snippet runs. Nothing here needs mkdocs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import yaml
 
 from keepwarm.cli.app import app
 from keepwarm.config import cache_dir
-from tools import figures
 from tools.manual import commands, configuration, http, python, troubleshooting
 from tools.manual.pages import PAGES
 
@@ -143,24 +142,7 @@ def test_command_lines_parse(line: str) -> None:
             name, here, arguments = here.resolve_command(context, arguments)  # type: ignore[assignment]
 
 
-# ---- numbers ----
-
-
-@pytest.mark.parametrize("name", figures.PAGES)
-def test_numbers_are_those_of_the_results(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert figures.fill(text) == text, "`make figures` fills them in"
-    assert figures.loose(text) == [], "a measured number stands in a block that results fill"
-
-
-def test_the_picture_is_that_of_the_results() -> None:
-    assert (ROOT / figures.PICTURE).read_text(encoding="utf-8") == figures.picture(), "`make figures` draws it"
-
-
-def test_a_number_that_no_result_holds_is_found() -> None:
-    text = "It is 7 times faster.\n<!-- figures: reasons -->\n- after 26 ms\n<!-- end -->\n`4 ms` [x](5%20s)"
-    assert figures.loose(text) == ["7 times"]
-    assert figures.fill(text) != text
+# ---- size ----
 
 
 def test_the_readme_is_short() -> None:

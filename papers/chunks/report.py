@@ -48,7 +48,8 @@ def report(folder: Path, points: Journal, *, peers: Path | None = None, note: st
 
 
 def _peers(file: Path) -> list[Block]:
-    about, *rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    read = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    about, *rows = (line for line in read if "run" not in line)  # the first line, where `make bench-all` made the file
     table = tuple(
         (
             row["peer"],

@@ -74,6 +74,7 @@ def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
     write([first, second], growth, about, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "tools-tiny.jsonl").read_text().splitlines()]
     assert lines[1]["row"]["break_even"] == first.break_even
+    assert {name: len(each) for name, each in lines[1]["row"]["rounds_ms"].items()} == {"cold": 1, "hit": 1}
     assert lines[-1]["growth"]["edit_tokens"] == growth.edit_tokens
     assert (tmp_path / "tools-tiny.png").stat().st_size > 0
 

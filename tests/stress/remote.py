@@ -1,6 +1,6 @@
 """Kills and starts a Redis and an S3 server while replicas load and save through them.
 
-    python -m tests.stress.remote [--seconds 60] [--replicas 3] [--out benchmarks/results/remote_stress.jsonl]
+    python -m tests.stress.remote [--seconds 60] [--replicas 3] [--out FILE]
 
 Ends with an error for a wrong byte, for a call that takes longer than its time-outs allow, and for a replica whose
 remotes do not work again at the end without a restart of the replica.

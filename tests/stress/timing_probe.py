@@ -6,7 +6,7 @@ who asks them all again beside fresh ones: there the clock must tell, or the pro
 that a cached prompt comes later than an uncached one (0.5: the clock says nothing; 0: it says all), with the p of
 Welch's test on the logarithms.
 
-    python -m tests.stress.timing_probe --pairs 60 --model demo --output benchmarks/results/timing_probe.jsonl
+    python -m tests.stress.timing_probe --pairs 60 --model demo --output FILE
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Row:
     floor_ms: float
     hit_tiers: tuple[str, ...]
     identical: bool  # the hit's logits equal the cold run's, bit for bit
+    rounds_ms: dict[str, list[float]] = field(default_factory=dict)  # cold runs and hits, round by round
 
     @property
     def full_ms(self) -> float:
@@ -218,6 +219,7 @@ def _row(engine: Engine, found: ToolSet, compile_ms: float, count: int, rounds: 
         median["floor"],
         tuple(sorted(tiers)),
         traced[0] == traced[1],
+        {name: [round(each, 2) for each in times[name]] for name in ("cold", "hit")},
     )
 
 

@@ -17,6 +17,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset((found.get("flags") or found.get("Features", "")).split())
 
 
+def cpu_name() -> str:
+    """Return the processor's name as people know it, or its architecture."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
 def processor() -> str:
     """Return architecture, vendor, model and vector units, in one line."""
     found = _cpuinfo()

@@ -1,0 +1,186 @@
+"""`make bench-all`: results are kept of steps that end well, with their run told; what is there is not made again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import all as bench
+from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
+
+WRITES = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[1])
+(out / "good.jsonl").write_text('{"ms": 1}\\n')
+with (pathlib.Path(sys.argv[2]) / "times").open("a") as times:
+    times.write("once\\n")
+"""
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    return subprocess.run(("git", *who, *arguments), cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    (folder / "benchmarks" / "results").mkdir(parents=True)
+    (folder / "writes.py").write_text(WRITES)
+    (folder / ".gitignore").write_text("build/\n")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+@pytest.fixture
+def here(repository: Path, tmp_path: Path) -> bench.Here:
+    folders = (repository / "benchmarks" / "results", tmp_path / "scratch", tmp_path, tmp_path, tmp_path)
+    return bench.Here(repository, git(repository, "rev-parse", "HEAD").strip(), False, *folders)
+
+
+checkout = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of a repository")
+GOOD = Step("good", ("{python} writes.py {out} {work}",), ("good.jsonl",), 1)
+
+
+def times(here: bench.Here) -> int:
+    return len((here.work / "times").read_text().splitlines())
+
+
+def test_a_file_tells_its_run_and_is_not_made_again_from_the_same_code(here: bench.Here) -> None:
+    assert bench.run([GOOD], here) == {}
+    first, *rest = (here.results / "good.jsonl").read_text().splitlines()
+    told = json.loads(first)["run"]
+    assert told["commit"] == here.commit
+    assert not told["dirty"]
+    assert set(told["machine"]) == {"processor", "cores", "level", "memory_gib"}
+    assert set(told["versions"]) == {"python", "torch", "transformers", "keepwarm"}
+    assert told["command"] == GOOD.commands[0]
+    assert rest == ['{"ms": 1}']
+    assert bench.run([GOOD], here) == {}
+    assert times(here) == 1
+
+
+def test_results_and_documents_may_be_committed_between_two_runs_and_code_may_not(here: bench.Here) -> None:
+    bench.run([GOOD], here)
+    (here.root / "page.md").write_text("A page.")
+    git(here.root, "add", ".")
+    git(here.root, "commit", "-qm", "results")
+    assert bench.done(replace(here, commit=git(here.root, "rev-parse", "HEAD").strip()), GOOD)
+    (here.root / "code.py").write_text("pass")
+    git(here.root, "add", ".")
+    git(here.root, "commit", "-qm", "code")
+    assert not bench.done(replace(here, commit=git(here.root, "rev-parse", "HEAD").strip()), GOOD)
+
+
+def test_what_was_made_of_uncommitted_code_is_made_again(here: bench.Here) -> None:
+    bench.run([GOOD], replace(here, dirty=True))
+    assert json.loads((here.results / "good.jsonl").read_text().splitlines()[0])["run"]["dirty"]
+    assert not bench.done(here, GOOD)
+
+
+def test_a_step_that_fails_keeps_what_was_there_and_stops_no_other_one(here: bench.Here) -> None:
+    (here.results / "bad.jsonl").write_text('{"of": "an earlier run"}')
+    bad = Step("bad", ("{python} -c 'print(\"so it is\"); raise SystemExit(3)'",), ("bad.jsonl",), 1)
+    silent = Step("silent", ("{python} -c pass",), ("silent.jsonl",), 1)
+    lacking = replace(GOOD, name="lacking", needs=("model nobody-has-it",))
+    short = replace(GOOD, name="short", files=("short.jsonl",), made="good.jsonl", holds=('"peer": "vllm"',))
+    missing = bench.run([bad, silent, lacking, short], here)
+    assert set(missing) == {"bad", "silent", "lacking", "short"}
+    assert 'no "peer": "vllm"' in missing["short"]
+    assert bench.run([GOOD], here) == {}
+    assert "ended with 3" in missing["bad"]
+    assert "wrote no silent.jsonl" in missing["silent"]
+    assert "nobody-has-it" in missing["lacking"]
+    assert "so it is" in (here.scratch / "bad.log").read_text()
+    assert (here.results / "bad.jsonl").read_text() == '{"of": "an earlier run"}'
+    assert not (here.results / "silent.jsonl").exists()
+    assert not (here.results / "short.jsonl").exists()
+
+
+def test_a_step_may_run_several_commands_over_many_files_and_keep_its_file_under_another_name(
+    here: bench.Here, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"agent_{name}.json").write_text("{}")
+    script = tmp_path / "counts.py"
+    script.write_text("import sys; print([len(sys.argv)], file=open(sys.argv[1], 'a'))")
+    command = f"{{python}} {script} {{out}}/x.jsonl"
+    step = Step("two", (command, f"{command} {{traces}}/agent_*.json"), ("y.jsonl",), 1, made="x.jsonl")
+    assert bench.run([step], here) == {}
+    assert (here.results / "y.jsonl").read_text().splitlines()[1:] == ["[2]", "[4]"]
+
+
+def test_a_step_that_never_ends_is_ended(here: bench.Here) -> None:
+    with (here.work / "log").open("w") as log:
+        assert bench.execute(["sleep", "60"], here, log, 0.1).startswith("ended after")
+
+
+def test_uncommitted_code_is_refused(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (repository / "writes.py").write_text("changed")
+    (repository / "benchmarks" / "results" / "new.jsonl").write_text("{}")  # results are no code
+    assert bench.main(["--only", "ttft"], repository) == 2
+    said = capsys.readouterr().err
+    assert "writes.py" in said
+    assert "new.jsonl" not in said
+
+
+@checkout
+def test_the_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert all(step.name in said for step in STEPS)
+    with pytest.raises(SystemExit, match="no step is named nobody"):
+        bench.main(["--only", "nobody"])
+
+
+# ---- the plan itself ----
+
+
+def test_the_plan_ends_within_three_hours_and_makes_each_file_once() -> None:
+    assert sum(step.minutes for step in STEPS) < 180
+    files = [name for step in STEPS for name in step.files]
+    assert len(files) == len(set(files))
+    assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_the_files_that_are_there_hold_what_they_must(step: Step) -> None:
+    text = "".join((RESULTS / name).read_text(encoding="utf-8") for name in step.files)
+    assert [each for each in step.holds if each not in text] == []
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_a_step_names_what_there_is(step: Step) -> None:
+    names = {"python", "out", "work", "models", "traces", "demo"}
+    peers = [need.removeprefix("peer ") for need in step.needs if need.startswith("peer ")]
+    assert set(peers) <= set(PEERS)
+    for command in step.commands:
+        assert set(re.findall(r"\{(\w+)\}", command)) <= names | {peer.replace("-", "_") for peer in peers}
+        for script in re.findall(r"\b(?:benchmarks|tests)/\S+\.py", command):
+            told = (ROOT / script).read_text(encoding="utf-8")
+            unknown = [
+                option for option in re.findall(r" (--[a-z-]+)", f"{command} {step.quick}") if option not in told
+            ]
+            assert unknown == [], script
+        for model in re.findall(r"\{models\}/(\S+)", command):
+            assert f"model {model}" in step.needs
+
+
+@checkout
+def test_a_real_step_ends_with_its_file(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    asked = [{"timestamp": n, "input_length": 1024, "output_length": 8, "hash_ids": [0, n % 3]} for n in range(20)]
+    for name in ("mooncake_conversation", "mooncake_synthetic"):
+        (traces / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    command = ["--quick", "--only", "simulate", "--results", str(tmp_path), "--traces", str(traces)]
+    assert bench.main(command) == 0
+    first, *rest = map(json.loads, (tmp_path / "simulate.jsonl").read_text().splitlines())
+    assert first["run"]["machine"]["cores"]
+    assert {row["trace"] for row in rest} == {"mooncake_conversation", "mooncake_synthetic"}

@@ -1,0 +1,96 @@
+"""The records of `benchmarks/results`, and numbers as the pages show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+EARLIER = Path(__file__).with_name("earlier.json")
+
+
+@cache
+def _lines(name: str) -> tuple[dict[str, Any], ...]:
+    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line) for line in lines if line.strip())
+
+
+def records(name: str) -> tuple[dict[str, Any], ...]:
+    """The records of a file of results, without the line that tells its run."""
+    lines = _lines(name)
+    return lines[1:] if run_of(name) else lines
+
+
+def run_of(name: str) -> dict[str, Any] | None:
+    """What `make bench-all` wrote into the file's first line; None of an older file."""
+    first = _lines(name)[0].get("run")
+    return first if isinstance(first, dict) and "commit" in first else None
+
+
+def earlier(name: str) -> list[str]:
+    """Commit and day of a file without a line about its run, from git; and its machine, if that was another kind."""
+    found: dict[str, list[str]] = json.loads(EARLIER.read_text(encoding="utf-8"))
+    return found[name]
+
+
+def elsewhere(name: str) -> str:
+    """A line about a file that an earlier version made on another kind of machine; nothing about any other one."""
+    if run_of(name) or len(earlier(name)) < 3:
+        return ""
+    return f"By an earlier version, on {earlier(name)[2]}.\n\n"
+
+
+def summaries(name: str) -> list[Any]:
+    """What a benchmark itself sums up of its measurements."""
+    return [each["summary"] for each in records(name) if "summary" in each]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def long(value: float) -> str:
+    """Milliseconds as people say them."""
+    return f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.0f} ms"
+
+
+def mb(value: float) -> str:
+    return f"{value / 1e6:.0f} MB"
+
+
+def plain(value: float) -> str:
+    """A ratio: two digits after the point, if it is small."""
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def spread(values: Sequence[float], worst: float) -> str:
+    """A median with its quartiles, and the worst value."""
+    if len(values) < 2:
+        return plain(median(values))
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return f"{plain(middle)} ({plain(low)} to {plain(high)}; {plain(worst)})"
+
+
+def over(values: Sequence[float]) -> str:
+    """Ratios of which the largest is the worst."""
+    return spread(values, max(values))
+
+
+def sooner(values: Sequence[float]) -> str:
+    """Ratios of which the smallest is the worst."""
+    return spread(values, min(values))
+
+
+def divided(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Ratios within each round that both have."""
+    return [a / b for a, b in zip(above, below, strict=False)]
