@@ -59,7 +59,7 @@ def take(url: str, folder: Path) -> None:
         page.locator("#sets input").first.wait_for()
         page.screenshot(path=folder / "first-light.png")
         page.get_by_role("button", name="Hide").click()
-        page.get_by_label("Question", exact=True).fill(WORDS.replace("nine", "eight") + " When does the desk open?")
+        page.get_by_label("Question", exact=True).fill(WORDS.replace("nine", "eight", 1) + " When does the desk open?")
         page.get_by_role("button", name="Ask", exact=True).click()
         page.locator(".why h3").first.wait_for()
         page.get_by_label("Question", exact=True).fill(WORDS + " When does the desk open?")

@@ -143,7 +143,7 @@ def test_live_charts_follow_other_clients_and_sessions_go_on(page: Any, server: 
     page.get_by_role("img", name=re.compile(r"^3 answers, [1-9]\d* of \d+ prompt tokens reused")).wait_for()
     assert page.locator("#ttft-chart circle").count() == 3
     page.get_by_text("The same as a table").click()
-    assert page.get_by_role("row").count() == 4
+    assert page.locator("#live-table").get_by_role("row").count() == 4
     page.get_by_role("link", name="Sessions").click()
     page.get_by_role("button", name=re.compile("^a talk")).click()
     page.get_by_role("button", name="Continue").click()

@@ -56,6 +56,21 @@ def test_the_edit_that_would_have_hit(page: Any) -> None:
     again.get_by_text(f"{would:,} of {whole:,} tokens reused").wait_for()
 
 
+def test_the_edit_is_made_where_the_difference_is(page: Any) -> None:
+    made = page.evaluate(
+        """async () => {
+            const {edited} = await import("/web/edit.js");
+            const miss = {reason: "tokens_differ", wanted_parts: [["It is ", false], ["wet", true], [". It", false]],
+                          stored_parts: [["It is ", false], ["dry", true], [". It", false]], in_segment: 37};
+            const question = "It is wet. It is wet. It is wet.";
+            const begins = {...miss, wanted_parts: [["<user>\\nIt is ", false], ["wet", true]],
+                            stored_parts: [["<user>\\nIt is ", false], ["dry", true]], in_segment: 13};
+            return [edited(question, miss), edited(question, begins), edited("Else.", miss), edited(question, {reason: "never_stored"})];
+        }"""
+    )
+    assert made == ["It is wet. It is wet. It is dry.", "It is dry. It is wet. It is wet.", None, None]
+
+
 def test_a_new_session_begins_without_a_complaint(page: Any) -> None:
     page.get_by_label("Session (optional)").fill("never seen before")
     ask(page, "Hello.")

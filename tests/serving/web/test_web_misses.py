@@ -74,7 +74,7 @@ def check(page: Any, card: Any, told: dict[str, Any], http: httpx.Client) -> Non
     assert recent["miss_reason"] == (miss["reason"] if miss else "none")
     page.get_by_role("link", name="Live").click()
     page.locator("details", has_text="The same as a table").evaluate("details => { details.open = true; }")
-    row = page.get_by_role("row").nth(1)
+    row = page.locator("#live-table").get_by_role("row").nth(1)
     row.get_by_text(f"{told['cached_tokens']:,}", exact=True).first.wait_for()
     assert recent["miss_reason"].replace("none", "all was reused").replace("_", " ") in row.inner_text()
     page.get_by_role("link", name="Ask").click()
