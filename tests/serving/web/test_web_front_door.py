@@ -65,7 +65,8 @@ def test_the_edit_is_made_where_the_difference_is(page: Any) -> None:
             const question = "It is wet. It is wet. It is wet.";
             const begins = {...miss, wanted_parts: [["<user>\\nIt is ", false], ["wet", true]],
                             stored_parts: [["<user>\\nIt is ", false], ["dry", true]], in_segment: 13};
-            return [edited(question, miss), edited(question, begins), edited("Else.", miss), edited(question, {reason: "never_stored"})];
+            const other = [edited("Else.", miss), edited(question, {reason: "never_stored"})];
+            return [edited(question, miss), edited(question, begins), ...other];
         }"""
     )
     assert made == ["It is wet. It is wet. It is dry.", "It is dry. It is wet. It is wet.", None, None]

@@ -21,18 +21,10 @@ export function edited(question, miss) {
   const line = asked.slice(0, same).lastIndexOf("\n") + 1; // what stands before may be the template's
   for (const from of [0, line]) {
     const words = asked.slice(from);
-    const at = words ? nearest(question, words, (miss.in_segment ?? 0) - (same - from)) : -1;
+    const at = words ? question.lastIndexOf(words, (miss.in_segment ?? Infinity) - (same - from)) : -1; // not after the difference
     if (at >= 0) return question.slice(0, at) + stored.slice(from) + question.slice(at + words.length);
   }
   return null;
-}
-
-/** Returns where some words stand in a text, nearest to a place; -1 if they do not. */
-function nearest(text, words, place) {
-  let found = -1;
-  for (let at = text.indexOf(words); at >= 0; at = text.indexOf(words, at + 1))
-    if (found < 0 || Math.abs(at - place) < Math.abs(found - place)) found = at;
-  return found;
 }
 
 const differing = (parts) => parts.filter(([, differs]) => differs).map(([text]) => text.trim()).filter(Boolean).join(" … ");
