@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keepwarm.core.geometry import geometry_of
 from keepwarm.models.presets import preset
-from tools.figures import table
+from tools.figures.results import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "fleet.md"
 MODELS = {
