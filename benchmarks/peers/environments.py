@@ -62,12 +62,12 @@ def vllm(work: Path) -> Path:
     """Python with vLLM's CPU build: its requirements first, then the wheel alone."""
     python, done = _fresh(work / "vllm", f"{TORCH} {VLLM}")
     if not done.exists():
-        _pip(python, "install", TORCH)
+        pip(python, "install", TORCH)
         with tempfile.TemporaryDirectory() as folder:
-            _pip(python, "download", "--no-deps", "-d", folder, VLLM)
+            pip(python, "download", "--no-deps", "-d", folder, VLLM)
             (wheel,) = Path(folder).glob("*.whl")
-            _pip(python, "install", TORCH, *_requirements(wheel))
-            _pip(python, "install", "--no-deps", str(wheel))
+            pip(python, "install", TORCH, *_requirements(wheel))
+            pip(python, "install", "--no-deps", str(wheel))
         done.touch()
     return python
 
@@ -85,7 +85,7 @@ def sglang(work: Path) -> Path:
     target = work / "sglang"
     if not (target / f"{SGLANG.replace('==', '-')}.dist-info").is_dir():
         with tempfile.TemporaryDirectory() as folder:
-            _pip(Path(sys.executable), "download", "--no-deps", "-d", folder, SGLANG)
+            pip(Path(sys.executable), "download", "--no-deps", "-d", folder, SGLANG)
             (wheel,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
@@ -97,7 +97,7 @@ def llamacpp(work: Path) -> Path:
     options = _ggml_options()
     python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
     if not done.exists():
-        _pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
+        pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
         done.touch()
     return python
 
@@ -106,7 +106,7 @@ def mlx(work: Path) -> Path:
     """Python with mlx-lm, over MLX's build for the CPU."""
     python, done = _fresh(work / "mlx", " ".join(MLX))
     if not done.exists():
-        _pip(python, "install", *MLX)
+        pip(python, "install", *MLX)
         done.touch()
     return python
 
@@ -115,7 +115,7 @@ def router(work: Path) -> Path:
     """vLLM's own router, a program without vLLM."""
     python, done = _fresh(work / "router", ROUTER)
     if not done.exists():
-        _pip(python, "install", ROUTER)
+        pip(python, "install", ROUTER)
         done.touch()
     return python.parent / "vllm-router"
 
@@ -127,10 +127,10 @@ def llama_server(work: Path) -> Path:
     python, done = _fresh(work / "llama-server", f"{LLAMACPP} {' '.join(_ggml_options())}")
     program = python.parent / "llama-server"
     if not done.exists():
-        _pip(python, "install", "cmake")
+        pip(python, "install", "cmake")
         cmake = python.parent / "cmake"
         with tempfile.TemporaryDirectory() as folder:
-            _pip(python, "download", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMACPP)
+            pip(python, "download", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMACPP)
             (packed,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(packed) as archive:
                 archive.extractall(folder, filter="data")
@@ -154,8 +154,8 @@ def kvboost(work: Path) -> Path:
     """Python with KVBoost as it is published."""
     python, done = _fresh(work / "kvboost", f"{TORCH} {KVBOOST}")
     if not done.exists():
-        _pip(python, "install", TORCH)
-        _pip(python, "install", TORCH, KVBOOST)
+        pip(python, "install", TORCH)
+        pip(python, "install", TORCH, KVBOOST)
         done.touch()
     return python
 
@@ -210,7 +210,7 @@ def _fresh(folder: Path, made_of: str) -> tuple[Path, Path]:
     return folder / "bin" / "python", done
 
 
-def _pip(python: Path, *arguments: str, **environment: str) -> None:
+def pip(python: Path, *arguments: str, **environment: str) -> None:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     _run(*command, **environment)
 
@@ -224,5 +224,5 @@ if __name__ == "__main__":
     makers["router"] = router
     made = makers[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
-        _pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)
+        pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)
     print(made)

@@ -258,7 +258,7 @@ def _answers(port: int, path: str) -> bool:
     return False
 
 
-def _model(port: int) -> str:
+def model_of(port: int) -> str:
     with closing(HTTPConnection("127.0.0.1", port, timeout=_ANSWERING)) as http:
         http.request("GET", "/v1/models")
         return str(json.loads(http.getresponse().read())["data"][0]["id"])
@@ -271,7 +271,7 @@ def visit(name: str, options: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         with started(start, options.work / f"server-{name}.log") as port:
             ready = time.perf_counter() - began
-            model = _model(port)
+            model = model_of(port)
             warmed = answer(port, chat("0: say a colour.", 4, model))
             rounds = [
                 play(port, questions(options.clients, number), options.new, model)

@@ -16,6 +16,13 @@ NAMES = {
     "llamacpp-f16": "llama.cpp in float16",
 }
 
+FIELD = {
+    "prefix_repetition": "vLLM's `bench serve`, `prefix_repetition`",
+    "multi_turn": "vLLM's `benchmark_serving_multi_turn.py`",
+    "long_doc_qa": "LMCache's `bench engine`, `long-doc-qa`",
+    "multi_round_chat": "LMCache's `bench engine`, `multi-round-chat`",
+}
+
 
 def named(peer: str) -> str:
     return NAMES.get(peer, peer)
@@ -205,7 +212,22 @@ def gguf() -> str:
     return table(("file", "", "Keepwarm, ms", "llama.cpp, ms", "times sooner"), rows)
 
 
+def field() -> str:
+    """The field's own tools: one row for each, Keepwarm beside vLLM."""
+    found = {(each["tool"], each["server"]): each for each in records("field.jsonl")}
+    rows = []
+    for tool, told in FIELD.items():
+        own, other = found[tool, "keepwarm"], found[tool, "vllm"]
+        times = [long(each["ttft_ms"][name]) for name in ("p50", "p90") for each in (own, other)]
+        speeds = [f"{each['tokens_per_s']:.0f}" if "tokens_per_s" in each else "" for each in (own, other)]
+        ratio = sooner([other["ttft_ms"]["p50"] / own["ttft_ms"]["p50"]])
+        rows.append((told, str(own["requests"]), *times, *speeds, ratio))
+    sides = [f"{what}, {side}" for what in ("TTFT p50", "p90", "tokens/s") for side in ("Keepwarm", "vLLM")]
+    return table(("", "requests", *sides, "Keepwarm's p50 is times sooner"), rows)
+
+
 BLOCKS = {
+    "field": field,
     "peers": peers,
     "peers-float32": lambda: peers("peers-float32.jsonl"),
     "servers": served,
