@@ -20,7 +20,7 @@ FEW_PAGES = {"num_gpu_blocks_override": 160, "max_num_batched_tokens": 1536, "ma
 
 @pytest.fixture(scope="module")
 def tiny(saved: Callable[..., Path]) -> Path:
-    return saved("llama", max_position_embeddings=4096, vocab_size=50_000)
+    return saved("llama", hidden_size=128, head_dim=32, max_position_embeddings=4096)
 
 
 def test_answers_are_those_of_vllm_alone(tiny: Path, tmp_path: Path) -> None:
