@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -120,6 +121,10 @@ def prefix(pages: tuple[int, ...], request: str = "request") -> Prefix:
 def archive(tmp_path: Path) -> Iterator[Archive]:
     with Archive.open(tmp_path, max_ram=1 << 24, max_disk=1 << 26) as opened:
         yield opened
+
+
+def test_vllm_is_not_needed() -> None:
+    assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
 
 
 @pytest.mark.parametrize("shape", [{}, {"layers": 3}, {"layers": 1}, {"cuts": 2}, {"padding": 40}])

@@ -65,7 +65,11 @@ class DeferredSaves:
             staged.release()
             raise
         self._copying.setdefault(prefix.request_id, []).append(event)
-        self._put(save, staged, time.perf_counter() - started)
+        try:
+            self._put(save, staged, time.perf_counter() - started)
+        except BaseException:
+            staged.release()
+            raise
 
     def fence(self, request_ids: Iterable[str]) -> None:
         """Let all that is computed from now on wait for the copies of these requests, whose pages go to others."""
@@ -84,10 +88,3 @@ class DeferredSaves:
         finished = {name for name in self._last if name not in self._copying and name not in waiting}
         self._last -= finished
         return finished
-
-    def drain(self) -> None:
-        """Queue what is left, and wait for all copies."""
-        self.issue()
-        for events in self._copying.values():
-            for event in events:
-                event.synchronize()

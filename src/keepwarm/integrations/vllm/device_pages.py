@@ -100,8 +100,12 @@ class DevicePages:
             self.port.copy_all(plan, stream)
         finally:  # after an error a part of them may be queued
             event = stream.record()
-            staged.copying.append((event, plan))
+            staged.note(event, plan)
         return event
+
+    def drain(self) -> None:
+        """Wait for all copies."""
+        self.pinned.drain()
 
     def take_stream(self) -> Stream:
         """Return a stream that no other load uses."""
@@ -118,6 +122,11 @@ class PinnedStaged(Staged):
         super().__init__(geometry, tokens, block.memory, lambda _: None)
         self.copying: list[tuple[Event, Copies]] = []
         self._block, self._pool = block, pool
+
+    def note(self, event: Event, plan: Copies) -> None:
+        """Note copies that are done at an event."""
+        self.copying.append((event, plan))
+        self._pool.note(self._block, event)
 
     def ready(self) -> None:
         """Wait until all copies are done, so that the host may read it."""

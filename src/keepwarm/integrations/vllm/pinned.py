@@ -38,7 +38,21 @@ class PinnedPool:
         self._port = port
         self._kept = kept
         self._free: list[Block] = []  # the smallest first
+        self._used: list[tuple[Event, Block]] = []  # blocks live as long as copies may run, whoever lets go of them
         self._lock = threading.Lock()
+
+    def note(self, block: Block, event: Event) -> None:
+        """Note copies from a block or to it, which are done at an event."""
+        with self._lock:
+            self._used = [(other, held) for other, held in self._used if not other.is_past()]
+            self._used.append((event, block))
+
+    def drain(self) -> None:
+        """Wait for all copies."""
+        with self._lock:
+            used, self._used = self._used, []
+        for event, _ in used:
+            event.synchronize()
 
     def take(self, size: int) -> Block:
         """Return a block of at least `size` bytes. Raises what the device does if there is no memory."""

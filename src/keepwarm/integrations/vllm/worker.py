@@ -233,8 +233,9 @@ class WorkerHalf:
     def close(self) -> None:
         self._end_all()
         self._loader.shutdown(wait=True, cancel_futures=True)
-        if self._deferred is not None:
-            self._deferred.drain()
+        if self._deferred is not None and isinstance(self._memory, DevicePages):
+            self._deferred.issue()
+            self._memory.drain()
 
     @property
     def _pages(self) -> Pages | DevicePages:

@@ -77,6 +77,9 @@ class PartsWorker:
             for loading in arriving.loads:
                 loading.wanted = False
         self._loader.shutdown(wait=True, cancel_futures=True)
+        for group in self._memory:
+            if isinstance(group.memory, DevicePages):
+                group.memory.drain()
 
     # ---- loading ----
 
