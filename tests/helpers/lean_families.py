@@ -33,6 +33,12 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", _WIDE | _FACTORS),
     "granite-moe": ("GraniteMoe", _WIDE | _FACTORS | _EXPERTS),
     "granite-moe-shared": ("GraniteMoeShared", _WIDE | _FACTORS | _EXPERTS | {"shared_intermediate_size": 64}),
+    "lfm2": (
+        "Lfm2",
+        _WIDE
+        | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ),
+    "lfm2-last": ("Lfm2", _WIDE | {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4}),
     "ministral": ("Ministral", _PLAIN | _WINDOWS),
     "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
     "mixtral": ("Mixtral", _PLAIN | _EXPERTS),

@@ -145,6 +145,7 @@ struct Llama {
             Layer layer{};
             layer.before = layer.before_mlp = {norm, nullptr};
             layer.cosine = cosines, layer.sine = sines;
+            layer.kv = layers.size(), layer.state = -1;
             layer.qkv = part.qkv.packed, layer.o = part.o.packed;
             layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
             layers.push_back(layer);

@@ -76,7 +76,7 @@ private:
     static const T* at(const Model& m, const Step& s, int64_t place, int layer, int kv, int head, T* room) {
         const Region& r = s.regions[place >> 32];
         const int64_t row = place & 0xffffffff;
-        const char* block = rows_of(r, layer, kv, head);
+        const char* block = rows_of(r, m.layer[layer].kv, kv, head);
         if (!r.coding.bits) return (const T*)block + row * m.dim;
         if (NOW) {
             decode_rows(r.coding, block, kv, m.dim, row, PAGE, room);

@@ -65,6 +65,24 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """A short convolution of one layer, in place of attention. `read` gives a gate of the input, a gate of the result,
+    and a value, `[3 * hidden, hidden]`. The input of a channel is its gate times its value. `weight`, `[hidden,
+    kernel]`, weighs the last inputs of each, the oldest first. `bias` is `[hidden]`. `o` takes the gated results."""
+
+    read: Linear
+    weight: torch.Tensor
+    o: Linear
+    bias: torch.Tensor | None = None
+
+    @property
+    def state(self) -> int:
+        """How many numbers it keeps of a sequence: the inputs that the next row reads, too."""
+        channels, kernel = self.weight.shape
+        return int(channels * (kernel - 1))
+
+
+@dataclass(frozen=True)
 class Mlp:
     """An MLP. It computes `down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
 
@@ -93,10 +111,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer. `before` and `before_mlp` norm the inputs of attention and of the MLP; `after` and `after_mlp` norm
-    their results. The model lacks a norm that is None. With `experts`, every row uses `mlp`, too, unless it is None."""
+    """One layer. Its first part is attention or a convolution; `mixer` is whichever it has. `before` and `before_mlp`
+    norm the inputs of that part and of the MLP; `after` and `after_mlp` norm their results. The model lacks a norm that
+    is None. With `experts`, every row uses `mlp`, too, unless it is None."""
 
-    attention: Attention
+    mixer: Attention | Convolution
     mlp: Mlp | None
     experts: Experts | None = None
     before: Norm | None = None
@@ -105,18 +124,32 @@ class LayerParts:
     after_mlp: Norm | None = None
 
     @property
+    def attention(self) -> Attention | None:
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def convolution(self) -> Convolution | None:
+        return self.mixer if isinstance(self.mixer, Convolution) else None
+
+    @property
+    def own_norms(self) -> tuple[Norm | None, ...]:
+        """The norms around the layer's two parts."""
+        return self.before, self.after, self.before_mlp, self.after_mlp
+
+    @property
     def norms(self) -> tuple[Norm | None, ...]:
         """The layer's own norms, then those of queries and keys."""
-        own = (self.before, self.after, self.before_mlp, self.after_mlp)
-        return (*own, self.attention.q_norm, self.attention.k_norm)
+        attention = self.attention
+        return (*self.own_norms, *((attention.q_norm, attention.k_norm) if attention else ()))
 
     @property
     def products(self) -> tuple[Linear, ...]:
         """All weights that rows are multiplied with, those of experts included."""
-        a, e = self.attention, self.experts
+        m, e = self.mixer, self.experts
+        first = (m.q, m.k, m.v, m.o) if isinstance(m, Attention) else (m.read, m.o)
         mlps = [each for each in (self.mlp, e and e.all) if each]
         ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
-        return (a.q, a.k, a.v, a.o, *ours, *([e.router] if e else []))
+        return (*first, *ours, *([e.router] if e else []))
 
 
 @dataclass(frozen=True)
@@ -154,6 +187,19 @@ class Description:
     windows: tuple[int | None, ...] = ()
 
     @property
+    def attended(self) -> list[int | None]:
+        """The windows of the layers with attention."""
+        return [window for layer, window in zip(self.layers, self.windows, strict=True) if layer.attention is not None]
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def convolutions(self) -> list[Convolution]:
+        return [layer.convolution for layer in self.layers if layer.convolution is not None]
+
+    @property
     def mlps(self) -> list[Mlp]:
         """The MLPs that every row uses."""
         return [layer.mlp for layer in self.layers if layer.mlp is not None]
@@ -177,4 +223,4 @@ class Description:
     @property
     def scaling(self) -> float:
         """The factor of scores. Raises NotCovered if layers differ."""
-        return alike([layer.attention.scaling for layer in self.layers], "factors of scores")
+        return alike([attention.scaling for attention in self.attentions], "factors of scores")

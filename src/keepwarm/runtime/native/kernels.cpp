@@ -19,6 +19,7 @@
 #include "guarded.h"
 #include "lanes.h"
 #include "products.h"
+#include "recurrent.h"
 #include "tile_lanes.h"
 #if defined(QUANTIZED)
 #include "quantized.h"
@@ -243,8 +244,30 @@ int forward(const Model& m, Step& s) {
             const Layer& w = m.layer[layer];
             for (int row = id; row < s.rows; row += of) norm(row, w.before, row);
             barrier.wait(of);
+            const bool end = layer + 1 == m.layers;
+            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
+            const Rows mixed(w.convolution.kernel ? m.hidden : m.heads * m.dim, (float*)b.mixed.p);
 #if defined(ADAPTERS)
             adapted.enter(layer);
+#endif
+            // Keeps only the rows that go on. Neither attention nor a convolution reads x.
+            auto go_on = [&] {
+                for (int i = 0; id == 0 && on.row && i < on.rows; i++)
+                    std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
+#if defined(ADAPTERS)
+                adapted.go_on(on);
+#endif
+            };
+            if (w.convolution.kernel) {
+                linear<T>(b.h, s.rows, w.qkv, 3 * m.hidden, b.q, id, of, w.qkv_bias);
+                barrier.wait(of);
+                const bool last = end && !s.outputs;
+                if (!last) go_on(), convolve(m, s, w, b.q, on, mixed, id, of);
+                barrier.wait(of);
+                keep_inputs(m, s, w, b.q, id, of);
+                if (last) break;
+            } else {
+#if defined(ADAPTERS)
             adapted.attention(b.h, s.rows, b.q);
 #else
             linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
@@ -255,7 +278,7 @@ int forward(const Model& m, Step& s) {
                     std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
             }
             // This comes late, so that attention finds the layer's keys and values in the processor's cache.
-            if (s.take) s.take(s.job, layer);
+            if (s.take) s.take(s.job, w.kv);
             barrier.wait(of);
             if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
                 stopped = layer;
@@ -269,16 +292,11 @@ int forward(const Model& m, Step& s) {
                          layer, i % 2, i / 2 % m.kv_heads);
             }
             barrier.wait(of);
-            const bool end = layer + 1 == m.layers;
             if (s.places && layer + 1 == s.last || end && !s.outputs) break;
-            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
-            for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention does not read x
-                std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
-#if defined(ADAPTERS)
-            adapted.go_on(on);
-#endif
+            go_on();
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
-            if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            }
+            if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             if constexpr (How::EXPERTS)
                 if (w.experts.count) {
                     for (int row = id; row < on.rows; row += of)
@@ -299,7 +317,7 @@ int forward(const Model& m, Step& s) {
             widen<T>(m, w.mlp, b.h, inner, on.rows, id, of);
 #endif
             barrier.wait(of);
-            if (m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
@@ -333,7 +351,7 @@ int64_t keepwarm_scratch(const Model* m, const Step* s) {
 // Copies `rows` rows of every layer and head from one place to another. Encoded rows are decoded.
 void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region* to, int64_t at, int64_t rows) {
     for (int layer = 0; layer < m->layers; layer++)
-        for (int i = 0; i < 2 * m->kv_heads; i++)
+        for (int i = 0; i < 2 * m->kv_heads && m->layer[layer].kv >= 0; i++)
             if (m->is_bf16) bring<bf16>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
             else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }

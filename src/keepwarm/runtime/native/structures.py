@@ -33,13 +33,18 @@ class ExpertsRecord(ctypes.Structure):
     )
 
 
+class ConvolutionRecord(ctypes.Structure):
+    _fields_ = (*_pointers("weight", "bias"), ("kernel", ctypes.c_int64))
+
+
 class LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
         *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "qkv", "o"),
         ("mlp", MlpRecord),
         ("experts", ExpertsRecord),
-        *_integers("window", "unused"),
+        ("convolution", ConvolutionRecord),
+        *_integers("window", "kv", "state", "unused"),
     )
 
 
@@ -76,6 +81,7 @@ class StepRecord(ctypes.Structure):
     _fields_ = (
         *_integers("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places"),
         *_pointers("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted"),
-        *_pointers("scratch", "logits", "take", "job", "wrong"),
+        *_pointers("scratch", "logits", "take", "job", "wrong", "run", "keep"),
+        ("runs", ctypes.c_int64),
         *_pointers("adapters"),  # the library without adapters does not know of it
     )
