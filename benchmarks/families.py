@@ -4,7 +4,8 @@
 
 MODEL is a folder, say of Gemma 3 270M. With `--random` it gives its tokenizer to a model of random weights, whose
 times are those of any weights: a small Qwen3-MoE (8 layers of 32 experts, four for each token), or a hybrid of the
-shape of LFM2 350M (10 short convolutions, 6 layers with attention). `decode`: milliseconds per token, greedy, after
+shape of LFM2 350M (10 short convolutions, 6 layers with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 layers with
+attention). `decode`: milliseconds per token, greedy, after
 the prefix. `hit`: a question of 24 tokens after a prefix that is there. For Keepwarm that is a whole `generate` of one
 token with its lookup, the prefix resident in memory. For transformers it is the forward pass over a copy of a
 DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take turns. Figures are
@@ -58,6 +59,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        },
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
         },
     ),
 }

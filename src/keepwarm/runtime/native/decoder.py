@@ -97,7 +97,7 @@ class LeanDecoder:
         self._packing = Packing(self.deep)
         self._tables_of = [layer.attention.table if layer.attention else None for layer in parts.layers]
         self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
-        self.states = tuple(each.state for each in parts.convolutions)  # numbers that each layer with a state keeps
+        self.states = tuple(each.state for each in parts.recurrent)  # numbers that each layer with a state keeps
         self._number(parts, windows)
         self._model = self._record(parts)
         self.scaling = parts.scaling

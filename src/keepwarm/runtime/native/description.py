@@ -62,6 +62,16 @@ class Attention:
     k_norm: Norm | None = None
     table: int | None = 0
     sinks: torch.Tensor | None = None
+    gate: Linear | None = None  # results are multiplied by its sigmoid, `[heads * dim, hidden]`
+
+    @property
+    def reads(self) -> tuple[Linear, ...]:
+        """The first products, one under the other."""
+        return self.q, self.k, self.v
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return (*self.reads, self.o, *([self.gate] if self.gate else []))
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,58 @@ class Convolution:
     bias: torch.Tensor | None = None
 
     @property
+    def reads(self) -> tuple[Linear, ...]:
+        return (self.read,)
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return self.read, self.o
+
+    @property
     def state(self) -> int:
         """How many numbers it keeps of a sequence: the inputs that the next row reads, too."""
         channels, kernel = self.weight.shape
         return int(channels * (kernel - 1))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (arXiv:2412.06464) of one layer, in place of attention. `reads` give queries and keys of
+    `key_heads` heads, values of `heads` heads, a gate of the results, and two rates of each head: of its steps, and of
+    its decay. A short convolution, `weight`, `[channels, kernel]`, runs over queries, keys and values, and then SiLU.
+    A head's state is multiplied by `exp(decay * softplus(rate + step))` in every row. Results are normed by head, gated
+    by SiLU, and taken by `o`."""
+
+    reads: tuple[Linear, ...]
+    weight: torch.Tensor
+    decay: torch.Tensor  # [heads], float32
+    step: torch.Tensor  # [heads]
+    norm: Norm  # [dim]
+    o: Linear
+    key_heads: int
+    key_dim: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return (*self.reads, self.o)
+
+    @property
+    def heads(self) -> int:
+        return len(self.decay)
+
+    @property
+    def dim(self) -> int:
+        return len(self.norm.weight)
+
+    @property
+    def state(self) -> int:
+        """How many numbers it keeps of a sequence."""
+        channels, kernel = self.weight.shape
+        return int(channels * (kernel - 1)) + self.heads * self.key_dim * self.dim
+
+
+Mixer = Attention | Convolution | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -111,11 +169,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer. Its first part is attention or a convolution; `mixer` is whichever it has. `before` and `before_mlp`
+    """One layer. `mixer` is its first part: attention, or one with a state. `before` and `before_mlp`
     norm the inputs of that part and of the MLP; `after` and `after_mlp` norm their results. The model lacks a norm that
     is None. With `experts`, every row uses `mlp`, too, unless it is None."""
 
-    mixer: Attention | Convolution
+    mixer: Mixer
     mlp: Mlp | None
     experts: Experts | None = None
     before: Norm | None = None
@@ -128,8 +186,8 @@ class LayerParts:
         return self.mixer if isinstance(self.mixer, Attention) else None
 
     @property
-    def convolution(self) -> Convolution | None:
-        return self.mixer if isinstance(self.mixer, Convolution) else None
+    def recurrent(self) -> Convolution | DeltaNet | None:
+        return None if isinstance(self.mixer, Attention) else self.mixer
 
     @property
     def own_norms(self) -> tuple[Norm | None, ...]:
@@ -145,11 +203,10 @@ class LayerParts:
     @property
     def products(self) -> tuple[Linear, ...]:
         """All weights that rows are multiplied with, those of experts included."""
-        m, e = self.mixer, self.experts
-        first = (m.q, m.k, m.v, m.o) if isinstance(m, Attention) else (m.read, m.o)
+        e = self.experts
         mlps = [each for each in (self.mlp, e and e.all) if each]
         ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
-        return (*first, *ours, *([e.router] if e else []))
+        return (*self.mixer.products, *ours, *([e.router] if e else []))
 
 
 @dataclass(frozen=True)
@@ -196,8 +253,8 @@ class Description:
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
-    def convolutions(self) -> list[Convolution]:
-        return [layer.convolution for layer in self.layers if layer.convolution is not None]
+    def recurrent(self) -> list[Convolution | DeltaNet]:
+        return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property
     def mlps(self) -> list[Mlp]:
@@ -218,6 +275,7 @@ class Description:
     def epsilon(self) -> float:
         """The number that every norm adds to the mean square. Raises NotCovered if norms differ."""
         norms = [norm for layer in self.layers for norm in layer.norms]
+        norms += [each.norm for each in self.recurrent if isinstance(each, DeltaNet)]
         return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
 
     @property

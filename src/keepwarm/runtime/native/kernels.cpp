@@ -15,11 +15,12 @@
 #include <omp.h>
 #include <vector>
 
+#include "delta.h"
 #include "experts.h"
 #include "guarded.h"
 #include "lanes.h"
+#include "norms.h"
 #include "products.h"
-#include "recurrent.h"
 #include "tile_lanes.h"
 #if defined(QUANTIZED)
 #include "quantized.h"
@@ -72,22 +73,6 @@ using Full = Quantized<Vectors<float>>;
 using Narrow = Half;
 using Full = Vectors<float>;
 #endif
-
-template <bool CENTRED, class Put>
-inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put put) {
-    Vec mean{}, square{};
-    if constexpr (CENTRED) {
-        for (int i = 0; i < n; i += LANES) mean += load(x + i);
-        mean = splat(sum(mean) / n);
-    }
-    const auto centred = [&](int i) { return CENTRED ? load(x + i) - mean : load(x + i); };
-    for (int i = 0; i < n; i += LANES) { const Vec v = centred(i); square = fma(v, v, square); }
-    const Vec factor = splat(1.f / std::sqrt(sum(square) / n + epsilon));
-    if (norm.bias)
-        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i) + load(norm.bias + i));
-    else
-        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
-}
 
 // Norms a row and gives it to `put(column, 16 values)`. Without a norm the row is given unchanged.
 template <class Put>
@@ -246,11 +231,11 @@ int forward(const Model& m, Step& s) {
             barrier.wait(of);
             const bool end = layer + 1 == m.layers;
             const Onward on = end && few ? wanted.onward() : Onward{s.rows};
-            const Rows mixed(w.convolution.kernel ? m.hidden : m.heads * m.dim, (float*)b.mixed.p);
+            const Rows mixed(mixes(m, w), (float*)b.mixed.p);
 #if defined(ADAPTERS)
             adapted.enter(layer);
 #endif
-            // Keeps only the rows that go on. Neither attention nor a convolution reads x.
+            // Keeps only the rows that go on. No layer's first part reads x.
             auto go_on = [&] {
                 for (int i = 0; id == 0 && on.row && i < on.rows; i++)
                     std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
@@ -258,43 +243,52 @@ int forward(const Model& m, Step& s) {
                 adapted.go_on(on);
 #endif
             };
-            if (w.convolution.kernel) {
-                linear<T>(b.h, s.rows, w.qkv, 3 * m.hidden, b.q, id, of, w.qkv_bias);
+            if (w.state >= 0) {
+                linear<T>(b.h, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
                 barrier.wait(of);
                 const bool last = end && !s.outputs;
-                if (!last) go_on(), convolve(m, s, w, b.q, on, mixed, id, of);
+                if (!last) go_on();
+                if (w.delta.heads) {
+                    prepare(m, s, w, b.q, b.made, id, of);
+                    barrier.wait(of);
+                    recur(s, w, b.made, id, of);
+                } else if (!last) {
+                    convolve(m, s, w, b.q, on, mixed, id, of);
+                }
                 barrier.wait(of);
                 keep_inputs(m, s, w, b.q, id, of);
                 if (last) break;
+                if (w.delta.heads) gate_results(m, w, b.q, b.made, on, mixed, id, of), barrier.wait(of);
             } else {
 #if defined(ADAPTERS)
-            adapted.attention(b.h, s.rows, b.q);
+                adapted.attention(b.h, s.rows, b.q);
 #else
-            linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
+                linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
 #endif
-            if (!b.wide) {
-                for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
-                for (int p = id; p < b.parts; p += of)
-                    std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
-            }
-            // This comes late, so that attention finds the layer's keys and values in the processor's cache.
-            if (s.take) s.take(s.job, w.kv);
-            barrier.wait(of);
-            if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
-                stopped = layer;
-                break;
-            }
-            if (id == 0) next = 0;
-            for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
-            for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
-                const Move& v = s.move[i / (2 * m.kv_heads)];
-                bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
-                         layer, i % 2, i / 2 % m.kv_heads);
-            }
-            barrier.wait(of);
-            if (s.places && layer + 1 == s.last || end && !s.outputs) break;
-            go_on();
-            attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
+                if (w.gate) linear<T>(b.h, s.rows, w.gate, m.heads * m.dim, b.made, id, of, w.gate_bias);
+                if (!b.wide) {
+                    for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
+                    for (int p = id; p < b.parts; p += of)
+                        std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
+                }
+                // This comes late, so that attention finds the layer's keys and values in the processor's cache.
+                if (s.take) s.take(s.job, w.kv);
+                barrier.wait(of);
+                if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
+                    stopped = layer;
+                    break;
+                }
+                if (id == 0) next = 0;
+                for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
+                for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
+                    const Move& v = s.move[i / (2 * m.kv_heads)];
+                    bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
+                             layer, i % 2, i / 2 % m.kv_heads);
+                }
+                barrier.wait(of);
+                if (s.places && layer + 1 == s.last || end && !s.outputs) break;
+                go_on();
+                attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             if constexpr (How::EXPERTS)

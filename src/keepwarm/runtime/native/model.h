@@ -44,21 +44,31 @@ struct Experts {  // the experts of one layer (experts.h)
 };
 
 struct Convolution {  // a short convolution over each channel's last inputs (recurrent.h)
-    const float *weight, *bias;  // [kernel, hidden], the oldest input's weights first; [hidden]
-    int64_t kernel;              // how many inputs it reads, the row's own included; 0 if the layer has none
+    const float *weight, *bias;  // [kernel, channels], the oldest input's weights first; [channels]
+    int32_t kernel;              // how many inputs it reads, the row's own included; 0 if the layer has none
+    int32_t channels;
+};
+
+struct Delta {  // a gated delta net (delta.h)
+    const float *decay, *step, *norm;  // [heads]: the factor of a row's step, and what is added to it; [dim]
+    int32_t heads, key_heads;          // heads of values, and of queries and keys; 0 if the layer is none
+    int32_t dim, key_dim;              // widths of a head
 };
 
 // In a layer with experts, `mlp` is the one that every row uses beside them. In a layer with a convolution, `qkv` gives
-// its two gates and its inputs, [2 gates + inputs, hidden], and `o` takes its results.
+// its two gates and its inputs, [2 gates + inputs, hidden], and `o` takes its results. In a gated delta net, `qkv` gives
+// the convolution's inputs (queries, keys, values), the gate, the forgetting factor and the step of each head.
 struct Layer {
     Norm before, q, k, after, before_mlp, after_mlp;
     const float *qkv_bias, *o_bias;
     const float *cosine, *sine;          // [positions, rotary / 2]; null if the layer does not rotate
     const float* sinks;                  // [heads]: the score (as a power of two) of a position that has no value
-    const void *qkv, *o;
+    const float* gate_bias;
+    const void *qkv, *o, *gate;          // `gate`, [heads * dim, hidden]: attention's results are multiplied by its sigmoid
     Mlp mlp;
     Experts experts;
     Convolution convolution;
+    Delta delta;
     int32_t window;                      // how many positions a row attends to, its own included; 0: all
     int32_t kv, state;                   // its number among the layers with keys and values, or with a state; -1: it has none
     int32_t unused;
@@ -172,13 +182,30 @@ struct Routes {
     }
 };
 
+// The width of the first product of a layer with a state.
+inline int reads(const Model& m, const Layer& w) {
+    return w.delta.heads ? w.convolution.channels + w.delta.heads * (w.delta.dim + 2) : 3 * m.hidden;
+}
+
+// The width of what the last product of a layer's first part takes.
+inline int mixes(const Model& m, const Layer& w) {
+    return w.delta.heads ? w.delta.heads * w.delta.dim : w.convolution.kernel ? m.hidden : m.heads * m.dim;
+}
+
+// What a gated delta net computes of a row before the recurrence: queries, keys and values, [channels]; each head's
+// decay, and then its step, [heads]; the product of query and key, [key heads]. The results replace the values.
+inline int made_of(const Layer& w) {
+    return (w.convolution.channels + 2 * w.delta.heads + w.delta.key_heads + LANES - 1) / LANES * LANES;
+}
+
 // A step's scratch memory. `Rows` is the form of the products' operands: see products.h and tiles.h.
 template <class Rows>
 struct Scratch {
     Rows h, mixed, inner;  // [rows, hidden]: normed; [rows, heads * dim]: attention's results; [rows, inner]: gated.
-                           // `mixed` has room for a convolution's results, too, [rows, hidden]
+                           // `mixed` has room for the results of layers with a state, too
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
+    float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts;
     bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
@@ -191,10 +218,14 @@ struct Scratch {
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
         // The queries lie first, because callers read them between layers.
-        int read = (m.heads + 2 * m.kv_heads) * m.dim, mix = m.heads * m.dim;
-        for (int layer = 0; layer < m.layers; layer++)
-            if (m.layer[layer].convolution.kernel) read = std::max(read, 3 * m.hidden), mix = std::max(mix, m.hidden);
+        int read = (m.heads + 2 * m.kv_heads) * m.dim, mix = m.heads * m.dim, more = 0;
+        for (int layer = 0; layer < m.layers; layer++) {
+            const Layer& w = m.layer[layer];
+            if (w.state >= 0) read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w));
+            more = std::max(more, w.delta.heads ? made_of(w) : w.gate ? m.heads * m.dim : 0);
+        }
         q = take((int64_t)s.rows * read);
+        made = take((int64_t)s.rows * more);
         h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
         mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, mix)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));

@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks, Packed
-from keepwarm.runtime.native.description import Attention, Experts, LayerParts, Mlp, Norm
-from keepwarm.runtime.native.structures import ConvolutionRecord, ExpertsRecord, LayerRecord, MlpRecord, NormRecord
+from keepwarm.runtime.native.description import Attention, Convolution, DeltaNet, Experts, LayerParts, Mlp, Norm
+from keepwarm.runtime.native.structures import (
+    ConvolutionRecord,
+    DeltaRecord,
+    ExpertsRecord,
+    LayerRecord,
+    MlpRecord,
+    NormRecord,
+)
 
 LANES = 16
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
@@ -36,7 +43,7 @@ class Packing:
 
     def layer(self, parts: LayerParts) -> LayerRecord:
         mixer = parts.mixer
-        reads = (mixer.q, mixer.k, mixer.v) if isinstance(mixer, Attention) else (mixer.read,)
+        reads = mixer.reads
         biases = [torch.zeros(len(each.weight)) if each.bias is None else each.bias.float() for each in reads]
         has_bias = any(each.bias is not None for each in reads)
         record = LayerRecord(
@@ -51,13 +58,29 @@ class Packing:
             mlp=MlpRecord() if parts.mlp is None else self._mlp(parts.mlp),
             experts=ExpertsRecord() if parts.experts is None else self._experts(parts.experts),
         )
-        if isinstance(mixer, Attention):
-            record.q, record.k = self.norm(mixer.q_norm), self.norm(mixer.k_norm)
-            record.sinks = None if mixer.sinks is None else self._floats(mixer.sinks.float() * LOG2E)
-        else:
-            weight = self._floats(mixer.weight.t())
-            record.convolution = ConvolutionRecord(weight, self._floats(mixer.bias), mixer.weight.shape[1])
+        if not isinstance(mixer, Attention):
+            self._recurrent(record, mixer)
+            return record
+        record.q, record.k = self.norm(mixer.q_norm), self.norm(mixer.k_norm)
+        record.sinks = None if mixer.sinks is None else self._floats(mixer.sinks.float() * LOG2E)
+        if mixer.gate is not None:
+            record.gate, record.gate_bias = self.packed(mixer.gate.weight), self._floats(mixer.gate.bias)
         return record
+
+    def _recurrent(self, record: LayerRecord, mixer: Convolution | DeltaNet) -> None:
+        channels, kernel = mixer.weight.shape
+        weight = self._floats(mixer.weight.t())
+        record.convolution = ConvolutionRecord(weight, self._floats(mixer.bias), kernel, channels)
+        if isinstance(mixer, DeltaNet):
+            record.delta = DeltaRecord(
+                decay=self._floats(mixer.decay.float() * LOG2E),
+                step=self._floats(mixer.step),
+                norm=self._floats(mixer.norm.weight),
+                heads=mixer.heads,
+                key_heads=mixer.key_heads,
+                dim=mixer.dim,
+                key_dim=mixer.key_dim,
+            )
 
     def norm(self, norm: Norm | None) -> NormRecord:
         return NormRecord() if norm is None else NormRecord(self._floats(norm.weight), self._floats(norm.bias))

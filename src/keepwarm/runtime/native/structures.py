@@ -34,16 +34,21 @@ class ExpertsRecord(ctypes.Structure):
 
 
 class ConvolutionRecord(ctypes.Structure):
-    _fields_ = (*_pointers("weight", "bias"), ("kernel", ctypes.c_int64))
+    _fields_ = (*_pointers("weight", "bias"), *_integers("kernel", "channels"))
+
+
+class DeltaRecord(ctypes.Structure):
+    _fields_ = (*_pointers("decay", "step", "norm"), *_integers("heads", "key_heads", "dim", "key_dim"))
 
 
 class LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
-        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "qkv", "o"),
+        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "gate_bias", "qkv", "o", "gate"),
         ("mlp", MlpRecord),
         ("experts", ExpertsRecord),
         ("convolution", ConvolutionRecord),
+        ("delta", DeltaRecord),
         *_integers("window", "kv", "state", "unused"),
     )
 

@@ -24,6 +24,7 @@ from keepwarm.runtime.native.families import (
     olmo,
     olmoe,
     phi,
+    qwen_hybrid,
     starcoder,
     windows,
 )
@@ -56,6 +57,8 @@ _FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows
     "Qwen2MoeForCausalLM": (mixtral.describe, windows.by_type),
     "Qwen3ForCausalLM": (llama.describe, windows.by_type),
     "Qwen3MoeForCausalLM": (mixtral.describe, windows.in_all),
+    "Qwen3NextForCausalLM": (qwen_hybrid.describe, windows.none),
+    "Qwen3_5ForCausalLM": (qwen_hybrid.describe, windows.none),
     "SmolLM3ForCausalLM": (llama.describe, windows.by_type),
     "Starcoder2ForCausalLM": (starcoder.describe, windows.in_all),
 }

@@ -12,9 +12,11 @@ from keepwarm.runtime.native.description import (
     ACTIVATIONS,
     Attention,
     Convolution,
+    DeltaNet,
     Description,
     LayerParts,
     Linear,
+    Mixer,
     Mlp,
     Norm,
     NotCovered,
@@ -25,6 +27,7 @@ _LANES = 16
 _DEEP = 32  # the matrix units multiply so many elements at once
 _MOST_EXPERTS = 1024  # as in model.h
 _MOST_INPUTS = 8  # as in recurrent.h
+_MOST_KEYS = 256  # as in delta.h
 
 _Tensor = torch.Tensor | Blocks | None
 _Shape = tuple[str, _Tensor, tuple[int, ...]]  # a tensor's name, itself, and the shape that it must have
@@ -48,8 +51,8 @@ def check(found: Description, layers: int) -> None:
         raise NotCovered(f"a rotary embedding of {found.rotary} dims")
     if found.experts:
         _check_experts(found)
-    if found.convolutions:
-        _check_convolutions(found)
+    if found.recurrent:
+        _check_recurrent(found)
 
 
 def _check_blocks(found: Description) -> None:
@@ -86,17 +89,23 @@ def _check_experts(found: Description) -> None:
             raise NotCovered(f"{layer.experts.chosen} of {len(layer.experts.router.weight)} experts")
 
 
-def _check_convolutions(found: Description) -> None:
-    """Check short convolutions. Their results share scratch memory with those of attention, so the widths of both must
-    fill whole tiles, as in a model with experts."""
-    if any(isinstance(each.read.weight, Blocks) for each in found.convolutions):
-        raise NotCovered("short convolutions with weights in blocks")
-    if found.head.shape[1] % _DEEP or found.heads * found.dim % _DEEP:
-        raise NotCovered("short convolutions, and widths that are no multiple of 32")
-    if any(not 1 < each.weight.shape[1] <= _MOST_INPUTS for each in found.convolutions):
+def _check_recurrent(found: Description) -> None:
+    """Check layers with a state. Their results share scratch memory with those of attention, so all widths must fill
+    whole tiles, as in a model with experts."""
+    hidden, kernels = found.head.shape[1], {each.weight.shape[1] for each in found.recurrent}
+    if any(isinstance(linear.weight, Blocks) for each in found.recurrent for linear in each.products):
+        raise NotCovered("layers with a state and weights in blocks")
+    nets = [each for each in found.recurrent if isinstance(each, DeltaNet)]
+    widths = {hidden, found.heads * found.dim, *(net.heads * net.dim for net in nets)}
+    if any(width % _DEEP for width in widths):
+        raise NotCovered("layers with a state, and widths that are no multiple of 32")
+    if not 1 < min(kernels) <= max(kernels) <= _MOST_INPUTS:
         raise NotCovered(f"short convolutions over more than {_MOST_INPUTS} inputs, or one")
     if found.parallel:
-        raise NotCovered("short convolutions beside an MLP")
+        raise NotCovered("layers with a state beside an MLP")
+    for net in nets:
+        if net.dim % _LANES or net.key_dim % _LANES or net.key_dim > _MOST_KEYS or net.heads % net.key_heads:
+            raise NotCovered(f"a delta net of {net.heads} heads of {net.key_dim} by {net.dim}, {net.key_heads} of keys")
 
 
 def _check_shapes(found: Description) -> None:
@@ -142,18 +151,41 @@ def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
         yield from _mlp("experts' ", layer.experts.all, (inner, hidden), (count,))
 
 
-def _mixer(found: Description, mixer: Attention | Convolution, hidden: int) -> Iterator[_Shape]:
+def _mixer(found: Description, mixer: Mixer, hidden: int) -> Iterator[_Shape]:
     if isinstance(mixer, Convolution):
         yield from _linear("the convolution's first product", mixer.read, 3 * hidden, hidden)
         yield from _linear("the convolution's last product", mixer.o, hidden, hidden)
         yield "the convolution", mixer.weight, (hidden, mixer.weight.shape[-1])
         yield "the convolution's bias", mixer.bias, (hidden,)
-        return
+    elif isinstance(mixer, DeltaNet):
+        yield from _delta_net(mixer, hidden)
+    else:
+        yield from _attention(found, mixer, hidden)
+
+
+def _delta_net(net: DeltaNet, hidden: int) -> Iterator[_Shape]:
+    values = net.heads * net.dim
+    channels = 2 * net.key_heads * net.key_dim + values
+    rows = sum(each.weight.shape[0] for each in net.reads)
+    whole = torch.empty(rows, hidden, device="meta")
+    yield "the delta net's first products", whole, (channels + values + 2 * net.heads, hidden)
+    for each in net.reads:
+        yield from _linear("a delta net's product", each, each.weight.shape[0], hidden)
+    yield from _linear("the delta net's last product", net.o, hidden, values)
+    yield "the convolution", net.weight, (channels, net.weight.shape[-1])
+    yield "the convolution's bias", net.bias, (channels,)
+    yield "the delta net's steps", net.step, (net.heads,)
+    yield from _norm("the delta net's norm", net.norm, net.dim)
+
+
+def _attention(found: Description, mixer: Attention, hidden: int) -> Iterator[_Shape]:
     queries, keys = found.heads * found.dim, found.kv_heads * found.dim
     yield from _linear("q", mixer.q, queries, hidden)
     yield from _linear("k", mixer.k, keys, hidden)
     yield from _linear("v", mixer.v, keys, hidden)
     yield from _linear("o", mixer.o, hidden, queries)
+    if mixer.gate is not None:
+        yield from _linear("gate", mixer.gate, queries, hidden)
     yield "sinks", mixer.sinks, (found.heads,)
     heads = (queries, keys) if found.wide_norms else (found.dim, found.dim)
     yield from _norm("q_norm", mixer.q_norm, heads[0])
