@@ -38,6 +38,7 @@ _SPEED = (
     " --repair none impact:0.1 impact:0.13 impact:0.15"
 )
 _QWEN = "{models}/qwen2.5-0.5b"
+_FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl"
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
 _SIMULATE = f"{_CLI} simulate --match blocks --jobs 2 --out {{out}}/simulate.jsonl"
@@ -116,12 +117,9 @@ STEPS = (
     ),
     Step(
         "families",
-        (
-            "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl",
-            "{python} benchmarks/families.py {models}/gemma3-270m --experts --out {out}/families.jsonl",
-        ),
+        (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2", "qwen3.5"))),
         ("families.jsonl",),
-        6,
+        10,
         ("model gemma3-270m",),
         "--prefix 64 --rounds 1",
     ),
