@@ -39,8 +39,13 @@ REACHED = {0: 320, 31: 0, 33: 32, 64: 64, 97: 96, 200: 192, 329: 320, 400: 320}
 
 @pytest.fixture(
     scope="module",
-    params=[("lfm2", torch.float32), pytest.param(("lfm2-last", torch.bfloat16), marks=pytest.mark.slow)],
-    ids=["lfm2", "lfm2-last"],
+    params=[
+        ("lfm2", torch.float32),
+        ("qwen3.5", torch.float32),
+        pytest.param(("lfm2-last", torch.bfloat16), marks=pytest.mark.slow),
+        pytest.param(("qwen3-next", torch.bfloat16), marks=pytest.mark.slow),
+    ],
+    ids=["lfm2", "qwen3.5", "lfm2-last", "qwen3-next"],
 )
 def model(request: pytest.FixtureRequest) -> Any:
     return lean_family(*request.param, vocab_size=VOCABULARY)

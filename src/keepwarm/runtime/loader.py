@@ -309,12 +309,14 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         return Runner(model, None, port=own.port, serial=True)
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     none = kept.uncached_reason or wide or not geometry.layers
-    if none or config.attention == "model" or not attention.may_support(model, own.device):
+    if none or config.attention == "model":
         return own
-    ours = Runner(model, attention.NAME, port=own.port)
-    if reason := disagreement(ours, own, kept):
-        log.info("using the model's own attention: %s", reason)
-        ours = own
+    ours = own
+    if attention.may_support(model, own.device):
+        ours = Runner(model, attention.NAME, port=own.port)
+        if reason := disagreement(ours, own, kept):
+            log.info("using the model's own attention: %s", reason)
+            ours = own
     if not own.port.is_host or not _is_for_kernels(kept.form):
         return ours
     lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
