@@ -1,14 +1,16 @@
 """A model on the compiled kernels beside the same model through transformers, paired in one process.
 
-    python benchmarks/families.py MODEL [--experts] [--dtype bfloat16] [--prefix 2000] [--rounds 7] [--out FILE]
+    python benchmarks/families.py MODEL [--random NAME] [--dtype bfloat16] [--prefix 2000] [--rounds 7] [--out FILE]
 
-MODEL is a folder, say of Gemma 3 270M. With `--experts` it gives its tokenizer to a small Qwen3-MoE of random weights
-(8 layers of 32 experts, four for each token), whose times are those of any weights. `decode`: milliseconds per
-token, greedy, after the prefix. `hit`: a question of 24 tokens after a prefix that is there. For Keepwarm that is a
-whole `generate` of one token with its lookup, the prefix resident in memory. For transformers it is the forward pass
-over a copy of a DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take
-turns. Figures are medians of the rounds; `times` is the median of the paired ratios, with their quartiles. Prints one
-JSON line per figure.
+MODEL is a folder, say of Gemma 3 270M. With `--random` it gives its tokenizer to a model of random weights, whose
+times are those of any weights: a small Qwen3-MoE (8 layers of 32 experts, four for each token), or a hybrid of the
+shape of LFM2 350M (10 short convolutions, 6 layers with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 layers with
+attention). `decode`: milliseconds per token, greedy, after
+the prefix. `hit`: a question of 24 tokens after a prefix that is there. For Keepwarm that is a whole `generate` of one
+token with its lookup, the prefix resident in memory. For transformers it is the forward pass over a copy of a
+DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take turns. Figures are
+medians of the rounds; `times` is the median of the paired ratios, with their quartiles. Prints one JSON line per
+figure.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from keepwarm import Engine
 from keepwarm.core.results import Generation
@@ -33,23 +35,57 @@ NEW, SUFFIX, COLD = 33, 24, 3  # tokens, tokens, rounds
 Figures = dict[str, Any]
 
 
-def with_experts(tokenizer: Path, parent: Path) -> Path:
-    """Save a small model of random weights with experts, and return its folder."""
-    folder = parent / "random-qwen3-moe"
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 6656,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        },
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        },
+    ),
+}
+
+
+def random_model(name: str, tokenizer: Path, parent: Path) -> Path:
+    """Save a model of random weights, and return its folder."""
+    folder = parent / f"random-{name}"
     reader = AutoTokenizer.from_pretrained(tokenizer)
-    config = Qwen3MoeConfig(
-        vocab_size=len(reader),
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=256,
-        norm_topk_prob=True,
-        eos_token_id=reader.eos_token_id,
-    )
+    kind, settings = SHAPES[name]
+    config = AutoConfig.for_model(kind, vocab_size=len(reader), eos_token_id=reader.eos_token_id, **settings)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     reader.save_pretrained(folder)
@@ -137,14 +173,14 @@ def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Fig
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--random", choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prefix", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        folder = with_experts(options.model, Path(made)) if options.experts else options.model
+        folder = random_model(options.random, options.model, Path(made)) if options.random else options.model
         for figures in measured(folder, options.dtype, options.prefix, options.rounds):
             line = json.dumps(figures)
             print(line, flush=True)

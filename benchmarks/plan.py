@@ -38,6 +38,7 @@ _SPEED = (
     " --repair none impact:0.1 impact:0.13 impact:0.15"
 )
 _QWEN = "{models}/qwen2.5-0.5b"
+_FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl"
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
@@ -117,12 +118,9 @@ STEPS = (
     ),
     Step(
         "families",
-        (
-            "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl",
-            "{python} benchmarks/families.py {models}/gemma3-270m --experts --out {out}/families.jsonl",
-        ),
+        (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2", "qwen3.5"))),
         ("families.jsonl",),
-        6,
+        10,
         ("model gemma3-270m",),
         "--prefix 64 --rounds 1",
     ),

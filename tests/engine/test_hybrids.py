@@ -107,7 +107,8 @@ def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, s
     again = engine(kv_codec="int8", reuse="prefix")
     result = again.generate(LONGER, max_new_tokens=4)
     if again.pipeline.model.geometry.layers:
-        assert (result.exactness, result.cached_tokens) == ("quantized", 150)
+        end = 128 if again.pipeline.model.runner.is_invariant else 150  # a page's, or the prompt's
+        assert (result.exactness, result.cached_tokens) == ("quantized", end)
 
 
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)

@@ -15,6 +15,8 @@ from tests.helpers.letters import letters
 from keepwarm import Batcher, Engine
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.loader import LoadedModel
+from keepwarm.runtime.probe import probe
+from keepwarm.runtime.runner import Runner
 from keepwarm.sessions.turn import marked
 
 SETTINGS: dict[str, Any] = {"step": 64, "min_step": 8, "settle_after": None}
@@ -59,11 +61,10 @@ def examine(model_type: str, folder: Path) -> dict[str, Any]:
 
 def _kept(loaded: LoadedModel) -> dict[str, Any]:
     """What was measured at load."""
-    form = loaded.form
     return {
         "keeps": _words(loaded),
         "bytes_per_token": loaded.geometry.bytes_per_token,
-        "state_bytes": form.state_bytes,
+        "state_bytes": probe(Runner(loaded.model, None)).form.state_bytes,  # as transformers keeps it
         "arithmetic": "invariant" if loaded.runner.is_invariant else "scheduled",
     }
 

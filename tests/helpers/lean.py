@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,13 @@ class Lean:
         self.model = (
             unlike(tiny(family, dtype, **changes)) if family in FAMILIES else lean_family(family, dtype, **changes)
         )
-        self.geometry = probe(Runner(self.model, None)).geometry
+        kept = probe(Runner(self.model, None))
+        self.geometry = kept.geometry
         self.decoder = LeanDecoder(self.model, kernels, windows(self.geometry))
+        self.form = replace(kept.form, kernel_states=self.decoder.states)
 
     def arena(self) -> Arena:
-        return Arena(self.geometry, LENGTH + 68, HostPort())
+        return Arena(self.geometry, LENGTH + 68, HostPort(), form=self.form)
 
     def sequenced(self, arena: Arena) -> Sequenced:
         return arena.sequenced()

@@ -17,6 +17,15 @@ _FEW = {"moe_intermediate_size": 32, "num_experts_per_tok": 4, "decoder_sparse_s
 _FAR = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000042.0}}
 _PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 
+_QUARTER = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("Llama", _PLAIN | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "cohere": ("Cohere", _WIDE),
@@ -33,6 +42,12 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", _WIDE | _FACTORS),
     "granite-moe": ("GraniteMoe", _WIDE | _FACTORS | _EXPERTS),
     "granite-moe-shared": ("GraniteMoeShared", _WIDE | _FACTORS | _EXPERTS | {"shared_intermediate_size": 64}),
+    "lfm2": (
+        "Lfm2",
+        _WIDE
+        | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ),
+    "lfm2-last": ("Lfm2", _WIDE | {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4}),
     "ministral": ("Ministral", _PLAIN | _WINDOWS),
     "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
     "mixtral": ("Mixtral", _PLAIN | _EXPERTS),
@@ -46,6 +61,11 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         _WIDE | _FEW | {"num_experts": 6, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
     ),
     "qwen3-moe": ("Qwen3Moe", _PLAIN | _FEW | {"num_experts": 40, "norm_topk_prob": True}),
+    "qwen3.5": ("Qwen3_5", _PLAIN | _DELTA | _QUARTER),
+    "qwen3-next": (
+        "Qwen3Next",
+        _PLAIN | _DELTA | _QUARTER | _FEW | {"num_experts": 8, "shared_expert_intermediate_size": 64},
+    ),
     "smollm3": ("SmolLM3", _WIDE | {"no_rope_layer_interval": 2}),
     "starcoder2": ("Starcoder2", _WIDE | {"sliding_window": None}),
 }
@@ -54,7 +74,7 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
 def lean_family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """One of them, whose norms and biases tell their parts apart."""
     family, settings = LEAN[name]
-    config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
     return unlike(made(config, f"{family}ForCausalLM", settings | changes, dtype))
 
 

@@ -22,10 +22,17 @@ def ask(prompts: list[list[int]], **step: Any) -> dict[str, Any]:
 
 
 def start(
-    model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], events: str | None = None, **settings: Any
+    model: Path,
+    store: dict[str, Any] | None,
+    *steps: dict[str, Any],
+    events: str | None = None,
+    late: bool = False,
+    **settings: Any,
 ) -> list[Any]:
-    """Results of the steps in a new vLLM process, which publishes its KV events where `events` says."""
-    job = {"settings": {"model": str(model)} | settings, "store": store} | ({"events": events} if events else {})
+    """Results of the steps in a new vLLM process, which publishes its KV events where `events` says. `late`: its pages
+    are on a device that is as late as it may be."""
+    job = {"settings": {"model": str(model)} | settings, "store": store, "late": late}
+    job |= {"events": events} if events else {}
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).parents[1] / "vllm" / "instance.py")],
         input="".join(json.dumps(line) + "\n" for line in (job, *steps)),

@@ -1,7 +1,8 @@
 """One vLLM instance in a process of its own: reads JSON lines from stdin, writes JSON lines to stdout.
 
 The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with
-`"events"`, a ZeroMQ endpoint, where KV events are published. Each other one is a step: `{"prompts": [[ids]],
+`"events"`, a ZeroMQ endpoint, where KV events are published, and `"late"`: true for pages on a device that is as late
+as it may be. Each other one is a step: `{"prompts": [[ids]],
 "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool, "scores": bool}`, `{"abort":
 [ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics":
 beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the
@@ -25,6 +26,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 MODULE = "keepwarm.integrations.vllm.connector"
+LATE = "tests.vllm.late_connector"
 
 
 def main() -> None:
@@ -37,8 +39,8 @@ def main() -> None:
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
     if job["store"] is not None:
         settings["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KeepwarmConnector",
-            kv_connector_module_path=MODULE,
+            kv_connector="LateConnector" if job.get("late") else "KeepwarmConnector",
+            kv_connector_module_path=LATE if job.get("late") else MODULE,
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=job["store"],

@@ -98,18 +98,19 @@ def test_ranks_keep_their_shards(tiny: Path, tmp_path: Path) -> None:
 def test_what_a_model_writes_into_its_configuration_changes_no_name(tiny: Path) -> None:
     """Some of vLLM's models do while they are built, in the workers alone; what the files and the user say does."""
     from keepwarm.errors import ConfigError
-    from keepwarm.integrations.vllm.identity import shard_namespaces
+    from keepwarm.integrations.vllm.identity import Facts, shard_namespaces
 
     config = EngineArgs(model=str(tiny), dtype="float32", enforce_eager=True).create_engine_config()
-    (before,) = shard_namespaces(config, 32)
+    facts = [Facts("CPU_ATTN", "cpu", "AVX512", "LBHNC", False, 2)]
+    (before,) = shard_namespaces(config, 32, facts)
     config.model_config.hf_config.attn_temperature_tuning = True
     config.model_config.hf_text_config.rope_parameters["partial_rotary_factor"] = 0.5
-    assert shard_namespaces(config, 32) == [before]
+    assert shard_namespaces(config, 32, facts) == [before]
     config.model_config.hf_overrides = {"rope_parameters": {"rope_theta": 5.0}}
-    assert shard_namespaces(config, 32) != [before]
+    assert shard_namespaces(config, 32, facts) != [before]
     config.model_config.hf_overrides = lambda config: config
     with pytest.raises(ConfigError, match="is a function"):
-        shard_namespaces(config, 32)
+        shard_namespaces(config, 32, facts)
 
 
 class _Feature:
@@ -124,7 +125,8 @@ class _Feature:
 def test_images_are_part_of_the_name(offset: int) -> None:
     """Placeholders have equal token ids whatever the image: its name tells them apart, from its first page on."""
     from keepwarm.core.blocks import chain, token_ids
-    from keepwarm.integrations.vllm.identity import request_keys, variant_of
+    from keepwarm.integrations.vllm.identity import request_keys
+    from keepwarm.integrations.vllm.variants import variant_of
     from keepwarm.testing.kv import namespace
 
     def names(*features: Any, salt: str | None = None) -> list[bytes]:

@@ -187,3 +187,21 @@ def test_vllms_tiering_manager_over_the_store(demo_folder: Path, tmp_path: Path)
     assert all(each is None or np.array_equal(each[0], row) for each, row in zip(found, data, strict=True))
     assert any(each is None for each in found)
     third.close()
+
+
+def test_what_vllm_does_not_tell_the_tier_is_told_by_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another RoPE, another revision's files and vLLM's batch-invariant mode are other names."""
+    from keepwarm.integrations.vllm.settings import TierSettings
+    from keepwarm.integrations.vllm.tiering import _namespace
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+
+    def name(**settings: Any) -> bytes:
+        told = TierSettings.of({"store": str(tmp_path)} | settings, "secondary_tiers")
+        return _namespace(config(tmp_path), CHUNK, told).exact_root
+
+    plain = name()
+    assert name(hf_overrides={"rope_parameters": {"rope_theta": 5.0}}) != plain
+    assert name(hf_overrides={}) == plain
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert name() != plain

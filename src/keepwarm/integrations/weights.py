@@ -10,18 +10,20 @@ from keepwarm.errors import ConfigError
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # one of several files, which llama.cpp loads together
 
 
-def weights_folder(model: str) -> Path:
-    """Return the folder of a model's files: the given one, or a hub id's newest snapshot. Raises ConfigError."""
+def weights_folder(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model's files: the given one, or the snapshot of a hub id, by default of its main branch.
+    Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except Exception as error:
+        at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(
-            f"the weights of {model!r} cannot be found to be identified ({error}): pass a folder"
+            f"the weights of {model!r}{at} cannot be found to be identified ({error}): pass a folder"
         ) from None
 
 

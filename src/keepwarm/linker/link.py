@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -9,7 +10,7 @@ from itertools import groupby
 from keepwarm.core.blocks import Chain, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import NO_SNAPSHOTS, Compute, LinkPlan, Load, PlanSpan, Relocate, Repair, Snapshots
-from keepwarm.core.ports import BlockIndex
+from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.schedule import Grid
 from keepwarm.core.snapshots import snapshot_block, snapshot_id
@@ -62,7 +63,7 @@ def link(
     longer than `longest_part`.
     """
     tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
-    reusable = len(tokens) - 1 if grid.inside else None
+    reusable = None if not grid.inside else blocks.last_start if prompt.stateful else len(tokens) - 1
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(grid, blocks, 0), 0, MissReason.OFF, reusable)
     if grid.inside:
@@ -74,10 +75,10 @@ def link(
         exact = tuple(ref for ref in exact if ref.tier == "device")
         end = min(end, exact[-1].end) if exact else 0
     loads = loads_of(exact, end, frozenset(ref.id for ref in exact))
-    snapshots = snapshots_of(loads, blocks, index) if prompt.stateful else NO_SNAPSHOTS
+    snapshots = snapshots_of(loads, prompt, index) if prompt.stateful else NO_SNAPSHOTS
     if reuse is Reuse.PREFIX:
         longer = token_prefix(tokens, names, index, exact, end, longest_part)
-        others = snapshots_of(longer, blocks, index) if prompt.stateful else NO_SNAPSHOTS
+        others = snapshots_of(longer, prompt, index) if prompt.stateful else NO_SNAPSHOTS
         if not prompt.stateful or others.last > snapshots.last:
             loads, snapshots = longer, others
         elif others.reached > snapshots.reached:
@@ -85,11 +86,11 @@ def link(
         if lossy:
             loads = tuple(part for load in loads for part in _quantized(load))
     if prompt.stateful:
-        loads = _up_to(loads, snapshots.last)
+        loads = _up_to(loads, snapshots.last, blocks)
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
         if prompt.stateful:
             reached = kept[-1].end if kept else 0
-            kept = _up_to(kept, max((at for at in snapshots.stored if at <= reached), default=0))
+            kept = _up_to(kept, max((at for at in snapshots.stored if at <= reached), default=0), blocks)
         reached = kept[-1].end if kept else 0
         spans: tuple[PlanSpan, ...] = (*kept, *_computes(grid, blocks, reached))
         return LinkPlan(len(tokens), spans, reached, MissReason.SLOWER, reusable, snapshots)
@@ -98,7 +99,8 @@ def link(
         found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
         if found:
             return _blended(grid, blocks, loads, found, blending.rule)
-    whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks.last_start)
+    inside = (grid.inside and not prompt.stateful) or reuse is Reuse.PREFIX
+    whole = reached >= (len(tokens) - 1 if inside else blocks.last_start)
     rest = 0 if grid.inside or reuse is Reuse.PREFIX else len(tokens) - reached
     told = rest >= (_LONG_REST if reached else 2)
     reason = MissReason.NEW if not whole else MissReason.STEP if told else MissReason.NONE
@@ -142,9 +144,10 @@ def _quantized(load: Load) -> Iterator[Load]:
         yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
-def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Snapshots:
+def snapshots_of(loads: Sequence[Load], prompt: NamedPrompt, index: BlockIndex) -> Snapshots:
     """Find the stored snapshots of recurrent state at the ends of whole blocks of these loads."""
-    whole = {ref.end: snapshot_id(ref.id) for load in loads for ref in load.refs if ref.id and ref.end <= load.end}
+    blocks = prompt.blocks
+    whole = {at: snapshot_id(name) for load in loads for at, name in _whole(load, prompt)}
     if not whole:
         return NO_SNAPSHOTS
     end, found = max(whole), index.find([*whole.values()])
@@ -158,14 +161,37 @@ def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Sna
     return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
 
 
-def _up_to(loads: Sequence[Load], end: int) -> tuple[Load, ...]:
-    """Return the loads up to a position where one of their blocks ends."""
+def _whole(load: Load, prompt: NamedPrompt) -> Iterator[tuple[int, bytes]]:
+    """Yield end and name of each whole block of a load. Under invariant arithmetic a reference may be to part of a
+    block, or to several blocks on the device."""
+    blocks, grid = prompt.blocks, prompt.grid
+    if grid.inside and load.exactness is Exactness.EXACT:
+        numbers = range(bisect_right(blocks.ends, load.start), bisect_right(blocks.ends, load.end))
+        yield from ((blocks.ends[number], blocks.exact[number]) for number in numbers)
+        return
+    for ref in load.refs:
+        if ref.id and ref.end <= load.end and (not grid.inside or prompt.names.at(ref.end) == ref.prefix):
+            yield ref.end, ref.id
+
+
+def _up_to(loads: Sequence[Load], end: int, blocks: Chain | None = None) -> tuple[Load, ...]:
+    """Return the loads up to a position where one of their blocks ends. With `blocks`, it may be one of several that a
+    reference to device memory names."""
     kept = []
     for load in loads:
-        refs = tuple(ref for ref in load.refs if ref.end <= end)
+        parts = [_cut(ref, end, blocks) if blocks else ref for ref in load.refs if ref.start < end]
+        refs = tuple(ref for ref in parts if ref.end <= end)
         if refs:
             kept.append(Load(load.start, min(refs[-1].end, load.end), refs, load.exactness))
     return tuple(kept)
+
+
+def _cut(ref: BlockRef, end: int, blocks: Chain) -> BlockRef:
+    """Return the part of a reference to device memory that ends at a block's end."""
+    if ref.tier != "device" or ref.end <= end:
+        return ref
+    block = blocks[bisect_right(blocks.ends, end) - 1]
+    return ref._replace(id=block.exact, prefix=block.prefix, length=end - ref.start)
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:

@@ -258,9 +258,13 @@ class PrefixLoader:
         the position of their first. Return the logits after each last token, `[len(steps), vocab]`."""
         placed, tokens, starts = zip(*steps, strict=True)
         began = time.perf_counter()
-        logits = self._runner.step_together(tokens, starts, [each.arena.sequenced() for each in placed])
-        for each, part, start in steps:
-            each.arena.advance(start + len(part))
+        ends = [start + len(part) for part, start in zip(tokens, starts, strict=True)]
+        for each, start in zip(placed, starts, strict=True):
+            each.arena.check(start)
+        sequences = [each.arena.sequenced(end) for each, end in zip(placed, ends, strict=True)]
+        logits = self._runner.step_together(tokens, starts, sequences)
+        for each, end in zip(placed, ends, strict=True):
+            each.arena.advance(end)
         self._costs.computed(sum(map(len, tokens)), time.perf_counter() - began)
         return logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -41,10 +42,11 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
         return torch.cat(parts)[-_BEHIND:] if routed else torch.stack(parts)
 
     try:
-        arena = Arena(kept.geometry, size, ours.port, form=kept.form)
+        states = () if ours.lean is None else ours.lean.states
+        arena = Arena(kept.geometry, size, ours.port, form=replace(kept.form, kernel_states=states))
         arena.lora = lora
         mine = run(ours, arena.cache)
-        theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
+        theirs = run(own, Arena(kept.geometry, size, own.port, form=replace(kept.form, kernel_states=())).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return first_line(error)
     if theirs.isfinite().all() and not mine.isfinite().all():

@@ -24,7 +24,8 @@ from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.alone import Alone
-from keepwarm.runtime.arena.form import CacheForm
+from keepwarm.runtime.arena.form import CacheForm, LayerForm
+from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -101,6 +102,7 @@ class LoadedModel:
                 watch = WeightWatch(self.model)  # before tensors are read, so that the next call sees later changes
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model, self.geometry)  # its weights are packed copies
+                    self._check_states()
                 buffers = buffers_of(self.model)
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), buffers.model, self.identity.tokenizer, self.identity.codec
@@ -133,6 +135,15 @@ class LoadedModel:
         if not isinstance(arithmetic, Invariant) or adapted is None:
             raise UnsupportedModel("adapters need the compiled kernels, and the model stopped to run on them")
         return arithmetic._replace(kernels=adapted.digest)
+
+    def _check_states(self) -> None:
+        """Raise UnsupportedModel when arenas hold states that nothing moves any more."""
+        lean = self.runner.lean
+        if self.form.kernel_states and (lean is None or lean.states != self.form.kernel_states):
+            raise UnsupportedModel(
+                "the compiled kernels, which keep the model's recurrent state, do not run the changed model: make a "
+                "new engine of it"
+            )
 
     def _check_form(self) -> None:
         """Raise UnsupportedModel when the model's KV no longer has the form known here: it has another dtype, say."""
@@ -174,7 +185,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         runner=runner,
         tokenizer=tokenizer,
         geometry=kept.geometry,
-        form=kept.form,
+        form=_form(kept, runner),
         identity=identity,
         context_window=_context_window(text),
         cacheable_window=_cacheable_window(text),
@@ -298,13 +309,15 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         return Runner(model, None, port=own.port, serial=True)
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     none = kept.uncached_reason or wide or not geometry.layers
-    if none or config.attention == "model" or not attention.may_support(model, own.device):
+    if none or config.attention == "model":
         return own
-    ours = Runner(model, attention.NAME, port=own.port)
-    if reason := disagreement(ours, own, kept):
-        log.info("using the model's own attention: %s", reason)
-        ours = own
-    if not own.port.is_host or kept.form.each:
+    ours = own
+    if attention.may_support(model, own.device):
+        ours = Runner(model, attention.NAME, port=own.port)
+        if reason := disagreement(ours, own, kept):
+            log.info("using the model's own attention: %s", reason)
+            ours = own
+    if not own.port.is_host or not _is_for_kernels(kept.form):
         return ours
     lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
     if lean.lean is None:
@@ -312,10 +325,25 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     if reason := disagreement(lean, own, kept):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
-    if reason := variance(lean.lean, geometry, lean.vocabulary):
+    if reason := variance(lean.lean, geometry, lean.vocabulary, form=kept.form):
         log.warning("every step runs through transformers: rows of the lean decoder are not invariant (%s)", reason)
         return ours
     return lean
+
+
+def _is_for_kernels(form: CacheForm) -> bool:
+    """Whether each layer has either plain keys and values, in order, or a state alone."""
+    numbers = [layer.kv for layer in form.each if layer.kv is not None]
+    usual = (LayerForm(None, states=0), *map(LayerForm, numbers))
+    return form.own is None and numbers == sorted(numbers) and all(layer in usual for layer in form.each)
+
+
+def _form(kept: Kept, runner: Runner) -> CacheForm:
+    """Return what arenas keep of each layer. The compiled kernels keep states in a form of their own."""
+    if runner.lean is None or not runner.lean.states:
+        return kept.form
+    sample = [*map(KernelState, runner.lean.states)]
+    return replace(kept.form, kernel_states=runner.lean.states, state_bytes=state_bytes(sample))
 
 
 def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | None:

@@ -20,7 +20,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena.gap import NO_GAP, Gap
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.native.places import PAGE, Region, Sequenced
+from keepwarm.runtime.native.places import PAGE, Recurrent, Region, Sequenced
 from keepwarm.store.page_pool import PagePool
 
 CopyRows = Callable[[Region, int, Region, int, int], None]  # source, its row, target, its row, rows
@@ -99,6 +99,7 @@ class PagedSequence:
         """`found` are the leading pages, already held for this sequence, with None for a missing one."""
         self.length = 0  # positions that hold keys and values
         self.lora: Lora | None = None  # the adapter with which steps compute
+        self._state: Recurrent | None = None  # behind the last position, in a model whose layers have one
         self._memory = memory
         self._found = list(found)
         self._promised = promised
@@ -126,11 +127,12 @@ class PagedSequence:
     def sequenced(self) -> Sequenced:
         if self._table is None:
             places = np.array(self._places, dtype=np.int64)
-            self._table = Sequenced(tuple(self._regions), places, lora=self.lora)
+            self._table = Sequenced(tuple(self._regions), places, lora=self.lora, state=self._state)
         return self._table
 
     def fill(self, source: Sequenced, length: int, names: Sequence[bytes], gap: Gap = NO_GAP) -> None:
-        """Take a prompt's first `length` positions from `source`, which lacks those of `gap` in some layers.
+        """Take a prompt's first `length` positions, and its state, from `source`, which lacks those of `gap` in some
+        layers.
 
         Pages of `names` that are there already are shared, except those that the gap touches: these are this
         sequence's own. The pages with which the sequence was admitted come first. Raises Overloaded when pages run
@@ -171,6 +173,7 @@ class PagedSequence:
         pool.unreserve(elsewhere)
         self._promised -= elsewhere
         self.length = length
+        self._state = _copied(source.state)
         self._table = self._read = None
 
     def grow(self, end: int) -> None:
@@ -195,7 +198,7 @@ class PagedSequence:
         other = PagedSequence(self._memory)
         self._memory.pool.share(self.pages)
         other._regions, other._places, other.length = list(self._regions), list(self._places), self.length
-        other.lora = self.lora
+        other.lora, other._state = self.lora, _copied(self._state)
         return other
 
     def release(self) -> None:
@@ -205,7 +208,7 @@ class PagedSequence:
         pool.release([page for page in self._found if page is not None])
         pool.unreserve(self._promised)
         self._regions, self._places, self._found = [self._memory.region], [], []
-        self._promised, self.length, self._table, self._read = 0, 0, None, None
+        self._promised, self.length, self._table, self._read, self._state = 0, 0, None, None, None
 
     @property
     def is_plain(self) -> bool:
@@ -255,6 +258,10 @@ class PagedSequence:
             return self._allocate()[0], False
         self._promised -= 1
         return self._memory.pool.claim(name)
+
+
+def _copied(state: Recurrent | None) -> Recurrent | None:
+    return None if state is None else Recurrent(tuple(layer.clone() for layer in state.layers))
 
 
 def _add_copy(copies: list[tuple[Region, int, int, int]], region: Region, row: int, at: int, rows: int) -> None:

@@ -152,6 +152,11 @@ class Runner:
         """Run a step through transformers. Raises RuntimeError when it would not continue the cache's content."""
         arena = cache.arena if isinstance(cache, ArenaCache) else None
         if arena is not None:
+            if arena.states and arena.states.of_kernels:
+                raise UnsupportedModel(
+                    "the model stopped to run on the compiled kernels, which keep its recurrent state: make a new "
+                    "engine of it"
+                )
             if arena.lora is not None:
                 raise UnsupportedModel(
                     f"adapter {arena.lora.name!r} needs the compiled kernels, and the model stopped to run on them"
@@ -212,9 +217,14 @@ class Runner:
     ) -> torch.Tensor:
         arena.check(start)
         with self.lock, torch.inference_mode():
-            sequence = arena.sequenced()  # may wait for what is still arriving
+            sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving
             arrivals = arena if arena.arrivals else None
-            logits = lean.step([tokens], [start], [sequence], wanted, arrivals)
+            try:
+                logits = lean.step([tokens], [start], [sequence], wanted, arrivals)
+            except BaseException:
+                if arena.states:  # some layers have moved theirs already
+                    arena.states.drop(max(start, 1))
+                raise
             arena.advance(start + len(tokens))
         return logits
 

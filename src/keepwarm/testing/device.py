@@ -7,21 +7,26 @@ It is the CPU behind another port, so that tests find on every machine what othe
   it. Until then its target is unchanged. Pinned memory begins as NaN, too.
 - What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
   to wait for the stream that wrote its bytes copies NaN, since they may not be there yet. `faults` says where.
+- Memory of somebody else (`adopt`) is copied to and from by address, and `use` says what is computed over it. There it
+  is a fault, too, to write over what a stream reads without waiting for that stream.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 
 from keepwarm.runtime.device.common import TensorMemory
+from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
@@ -32,7 +37,7 @@ class LateEvent:
     """A point in a stream. Once the stream has reached it, `known` is what happened before it, by stream."""
 
     def __init__(self, stream: LateStream, timed: bool) -> None:
-        self._stream, self._timed = stream, timed
+        self.stream, self._timed = stream, timed
         self._at = 0.0  # seconds, when the stream reached it
         self.known: dict[int, int] | None = None
 
@@ -40,7 +45,12 @@ class LateEvent:
         self.known, self._at = dict(known), at
 
     def synchronize(self) -> None:
-        self._stream.run_to(self)
+        self.stream.run_to(self)
+        self.stream.port.seen(self.known or {})
+
+    def is_past(self) -> bool:
+        self.stream.port.seen(self.known or {})
+        return self.known is not None
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, LateEvent)
@@ -57,11 +67,11 @@ class LateStream:
     def __init__(self, port: AdversarialPort, number: int, *, prompt: bool) -> None:
         self.number = number
         self.known: dict[int, int] = {}  # the latest time of itself and of each stream that it has waited for
-        self._port, self._prompt = port, prompt
+        self.port, self._prompt = port, prompt
         self._work: deque[LateEvent | Callable[[], None]] = deque()
 
     def record(self, *, timed: bool = False) -> LateEvent:
-        with self._port.lock:
+        with self.port.lock:
             event = LateEvent(self, timed)
             self._give(event)
             return event
@@ -70,31 +80,40 @@ class LateStream:
         assert isinstance(event, LateEvent)
 
         def waits() -> None:
-            event.synchronize()
-            for stream, number in (event.known or {}).items():
-                self.known[stream] = max(self.known.get(stream, 0), number)
+            event.stream.run_to(event)
+            _join(self.known, event.known or {})
 
-        with self._port.lock:
+        with self.port.lock:
             self._give(waits)
 
     def give(self, work: Callable[[], None]) -> None:
-        with self._port.lock:
+        with self.port.lock:
             self._give(work)
 
     def _give(self, work: LateEvent | Callable[[], None]) -> None:
+        if seen := self.port.host_knows():
+            self._work.append(partial(_join, self.known, dict(seen)))
         self._work.append(work)
         if self._prompt:
             self.run_to(None)
 
     def run_to(self, event: LateEvent | None) -> None:
         """Do the work that was put off up to an event; None: all of it."""
-        with self._port.lock:
+        with self.port.lock:
             while self._work and (event is None or event.known is None):
+                self.advance()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work was put off."""
+        return bool(self._work)
+
+    def advance(self) -> None:
+        """Do the first piece of work that was put off."""
+        with self.port.lock:
+            if self._work:
                 work = self._work.popleft()
-                if isinstance(work, LateEvent):
-                    work.reach(self.known, self._port.clock())
-                else:
-                    work()
+                work.reach(self.known, self.port.clock()) if isinstance(work, LateEvent) else work()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -108,7 +127,7 @@ class LateStream:
 
     def tick(self) -> int:
         """Note that something was written now. Return the mark that memory keeps of it."""
-        self.known[self.number] = self._port.now()
+        self.known[self.number] = self.port.now()
         return self.known[self.number] << _STREAM_BITS | self.number
 
     def knows(self, written: int) -> bool:
@@ -119,13 +138,18 @@ class LateStream:
 class LateMemory(TensorMemory):
     """Memory that begins as NaN, and notes for each byte which stream wrote it and when."""
 
-    def __init__(self, port: AdversarialPort, nbytes: int) -> None:
-        tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
+    def __init__(self, port: AdversarialPort, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        self.nbytes = nbytes  # that it takes
-        self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # takes memory only where it is written
-        weakref.finalize(self, tensor.fill_, _NAN)
+        self.nbytes = tensor.nbytes  # that it takes
+        self.written = torch.from_numpy(np.zeros(self.nbytes, np.int64))  # takes memory only where it is written
+        self.read: dict[int, torch.Tensor] = {}  # when each byte was last read, by stream
         port.memories[tensor.untyped_storage().data_ptr()] = self
+
+    def reading(self, stream: LateStream) -> torch.Tensor:
+        """Return when the stream read each byte."""
+        if stream.number not in self.read:
+            self.read[stream.number] = torch.from_numpy(np.zeros(self.nbytes, np.int64))
+        return self.read[stream.number]
 
     def free(self) -> None:
         if self._tensor is not None:
@@ -149,6 +173,7 @@ class AdversarialPort(DevicePort):
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
         self.faults: list[str] = []  # copies that did not wait for what they read
         self._time = self._streams = 0
+        self._made_streams: weakref.WeakSet[LateStream] = weakref.WeakSet()
         self._local = threading.local()
         self.inbound, self.outbound = self.stream(), self.stream()
 
@@ -156,6 +181,17 @@ class AdversarialPort(DevicePort):
         """Count what is done now, and return its number."""
         self._time += 1
         return self._time
+
+    def seen(self, known: dict[int, int]) -> None:
+        """Note that the calling thread saw that an event is past: what it queues from now on comes after that."""
+        _join(self.host_knows(), known)
+
+    def host_knows(self) -> dict[int, int]:
+        """Return what the calling thread saw, by stream."""
+        if not hasattr(self._local, "known"):
+            self._local.known = {}
+        found: dict[int, int] = self._local.known
+        return found
 
     def clock(self) -> float:
         """Seconds, as events tell them."""
@@ -173,7 +209,9 @@ class AdversarialPort(DevicePort):
     def _made(self, *, prompt: bool) -> LateStream:
         with self.lock:
             self._streams += 1
-            return LateStream(self, self._streams, prompt=prompt)
+            made = LateStream(self, self._streams, prompt=prompt)
+            self._made_streams.add(made)
+            return made
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -189,7 +227,34 @@ class AdversarialPort(DevicePort):
         taken = sum(memory.nbytes for memory in list(self.memories.values()))
         if self.room is not None and taken + nbytes > self.room:
             raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {nbytes} bytes beside {taken}")
-        return LateMemory(self, nbytes)
+        tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
+        memory = LateMemory(self, tensor)
+        weakref.finalize(memory, tensor.fill_, _NAN)
+        return memory
+
+    def adopt(self, tensor: torch.Tensor) -> LateMemory:
+        """Take all of a tensor's storage, which somebody else allocated, as this device's memory. It is that as long as
+        the result lives."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        return LateMemory(self, whole)
+
+    def use(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        """Note that the calling thread's stream computes with part of an adopted memory: it reads, or writes, too."""
+        stream, memory = self.current(), self._memory(tensor)
+        assert isinstance(stream, LateStream)
+        with self.lock:
+            _join(stream.known, self.host_knows())
+            self._ordered(_each(memory.written, tensor), stream, "computed with")
+            if writes:
+                self._unread(memory, lambda marks: _each(marks, tensor), stream, "computed anew")
+            mark = stream.tick()
+            _each(memory.reading(stream), tensor).fill_(mark >> _STREAM_BITS)
+            if writes:
+                _each(memory.written, tensor).fill_(mark)
+
+    def busy(self) -> list[LateStream]:
+        """Return the streams whose work was put off, in the order in which they were made."""
+        return sorted((stream for stream in self._made_streams if stream.is_busy), key=lambda stream: stream.number)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), _NAN, dtype=torch.uint8)
@@ -219,6 +284,48 @@ class AdversarialPort(DevicePort):
 
         stream.give(land)
 
+    def copy_all(self, copies: Copies, stream: Stream) -> None:
+        assert isinstance(stream, LateStream)
+        late = stream
+        plan = list(zip(copies.sources.tolist(), copies.targets.tolist(), copies.sizes.tolist(), strict=True))
+
+        def land() -> None:
+            mark = late.tick()
+            for source, target, size in plan:
+                memory, part = self._at(target if copies.inward else source, size)
+                written = memory.written[part]
+                what = "copied over" if copies.inward else "copied out"
+                good = self._ordered(written, late, what)
+                if copies.inward:
+                    good &= self._unread(memory, partial(_part, part=part), late, what)
+                    written.fill_(mark)
+                    ctypes.memmove(target, source, size) if good else ctypes.memset(target, _NAN, size)
+                else:
+                    memory.reading(late)[part] = mark >> _STREAM_BITS
+                    ctypes.memmove(target, source, size)
+
+        stream.give(land)
+
+    def _at(self, address: int, size: int) -> tuple[LateMemory, slice]:
+        """Return the memory that has the bytes at an address, and where they are in it."""
+        for base, memory in list(self.memories.items()):
+            if base <= address and address + size <= base + memory.nbytes:
+                return memory, slice(address - base, address - base + size)
+        raise AssertionError(f"{size} bytes at {address:#x} are not this device's")
+
+    def _unread(
+        self, memory: LateMemory, part: Callable[[torch.Tensor], torch.Tensor], stream: LateStream, what: str
+    ) -> bool:
+        """Whether a stream has waited for all others that read part of a memory."""
+        late = any(
+            int(part(marks).max()) > stream.known.get(number, 0)
+            for number, marks in memory.read.items()
+            if number != stream.number
+        )
+        if late:
+            self.faults.append(f"bytes were {what} without waiting for who reads them")
+        return not late
+
     def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
         super().write(target, rows, at)
         stream = self.current()
@@ -239,6 +346,22 @@ class AdversarialPort(DevicePort):
         if late:
             self.faults.append(f"{tuple(written.shape)} rows were {what} without waiting for who wrote them")
         return not late
+
+
+def _part(marks: torch.Tensor, part: slice) -> torch.Tensor:
+    return marks[part]
+
+
+def _join(known: dict[int, int], other: dict[int, int]) -> None:
+    """Add what another knows."""
+    for stream, number in other.items():
+        known[stream] = max(known.get(stream, 0), number)
+
+
+def _each(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the marks of the first byte of each number in part of a memory."""
+    size = tensor.itemsize
+    return marks.as_strided(tensor.shape, [stride * size for stride in tensor.stride()], tensor.storage_offset() * size)
 
 
 def _like(written: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

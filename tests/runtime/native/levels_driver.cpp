@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "levels_recurrent.h"
 #include "model.h"
 
 namespace {
@@ -120,20 +121,41 @@ struct Weight {
     }
 };
 
+enum Mixer { ATTENTION, SHORT, NET };
+
 struct Part {
+    Mixer mixer;
     Weight qkv, o, gate, up, down;
-    Part() : qkv(WIDTH, HIDDEN, 1), o(HIDDEN, HEADS * DIM, 1), gate(INNER, HIDDEN, 1), up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1) {}
+    float *convolution, *rates;  // [KERNEL, channels]; of a delta net, its decays, steps and norm
+    Part(Mixer mixer)
+        : mixer(mixer), qkv(mixer == ATTENTION ? WIDTH : mixer == SHORT ? 3 * HIDDEN : NET_READS, HIDDEN, 1),
+          o(HIDDEN, mixer == ATTENTION ? HEADS * DIM : mixer == SHORT ? HIDDEN : NET_HEADS * NET_DIM, 1), gate(INNER, HIDDEN, 1),
+          up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1), convolution(room<float>(KERNEL * channels())), rates(room<float>(128)) {
+        std::normal_distribution<float> normal(0, 0.5f);
+        for (int i = 0; i < KERNEL * channels(); i++) convolution[i] = normal(drawn);
+        for (int i = 0; i < 128; i++) rates[i] = i < 64 ? (i < 32 ? -1.5f + i / 8.f : i / 16.f - 3) : 1 + i / 256.f;
+    }
+    int channels() const { return mixer == NET ? CHANNELS : HIDDEN; }
+    int state() const { return mixer == ATTENTION ? 0 : (KERNEL - 1) * channels() + (mixer == NET) * NET_HEADS * NET_KEY_DIM * NET_DIM; }
+    Delta net() const { return {rates, rates + 32, rates + 64, NET_HEADS, NET_KEYS, NET_DIM, NET_KEY_DIM}; }
 };
+
+// Two layers with attention; with plain weights, two with a state, too.
+std::vector<Mixer> mixers() {
+    if (kind == Q4_0 || kind == Q8_0) return {ATTENTION, ATTENTION};
+    return {SHORT, ATTENTION, NET, ATTENTION};
+}
 
 struct Llama {
     Weight embedding{VOCAB, HIDDEN, 8}, head{VOCAB, HIDDEN, 1};
-    std::vector<Part> parts{LAYERS};
+    std::vector<Part> parts;
     std::vector<Layer> layers;
     std::vector<double> cosine, sine;
     float *norm, *cosines, *sines;
     Model model{};
 
     Llama() {
+        for (Mixer mixer : mixers()) parts.emplace_back(mixer);
         norm = room<float>(HIDDEN), cosines = room<float>(ROOM * DIM / 2), sines = room<float>(ROOM * DIM / 2);
         for (int i = 0; i < HIDDEN; i++) norm[i] = 0.75f + (i % 7) / 14.f;
         for (int p = 0; p < ROOM; p++)
@@ -141,15 +163,19 @@ struct Llama {
                 const double angle = p * std::pow(10000.0, -2.0 * i / DIM);
                 cosines[p * DIM / 2 + i] = std::cos(angle), sines[p * DIM / 2 + i] = std::sin(angle);
             }
+        int kv = 0, state = 0;
         for (const Part& part : parts) {
             Layer layer{};
             layer.before = layer.before_mlp = {norm, nullptr};
             layer.cosine = cosines, layer.sine = sines;
+            layer.kv = part.mixer == ATTENTION ? kv++ : -1, layer.state = part.mixer == ATTENTION ? -1 : state++;
+            if (part.mixer != ATTENTION) layer.convolution = {part.convolution, nullptr, KERNEL, part.channels()};
+            if (part.mixer == NET) layer.delta = part.net();
             layer.qkv = part.qkv.packed, layer.o = part.o.packed;
             layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
             layers.push_back(layer);
         }
-        model.layers = LAYERS, model.hidden = HIDDEN, model.heads = HEADS, model.kv_heads = KV_HEADS, model.dim = DIM;
+        model.layers = layers.size(), model.hidden = HIDDEN, model.heads = HEADS, model.kv_heads = KV_HEADS, model.dim = DIM;
         model.inner = INNER, model.vocab = VOCAB, model.is_bf16 = kind != FLOAT32, model.rotary = DIM, model.activation = SILU;
         model.epsilon = 1e-5f, model.scale = 1.44269504f / std::sqrt((float)DIM);
         model.embedded = model.residual = model.logit = 1;
@@ -173,16 +199,19 @@ struct Llama {
             std::vector<std::vector<double>> q;
             for (size_t p = 0; p < x.size(); p++) {
                 q.push_back(part.qkv.times(normed(x[p])));
-                for (int head = 0; head < HEADS + KV_HEADS; head++)
+                for (int head = 0; head < HEADS + KV_HEADS && part.mixer == ATTENTION; head++)
                     for (int i = 0; i < DIM / 2; i++) {
                         double &a = q[p][head * DIM + i], &b = q[p][head * DIM + i + DIM / 2];
                         const double c = cosines[p * DIM / 2 + i], s = sines[p * DIM / 2 + i], first = a;
                         a = first * c - b * s, b = b * c + first * s;
                     }
             }
+            std::vector<Row> recurring;
+            if (part.mixer == SHORT) recurring = short_plain(q, part.convolution);
+            if (part.mixer == NET) recurring = delta_plain(q, part.convolution, part.net());
             for (size_t p = 0; p < x.size(); p++) {
-                std::vector<double> mixed(HEADS * DIM, 0.0);
-                for (int head = 0; head < HEADS; head++) {
+                std::vector<double> mixed = part.mixer == ATTENTION ? Row(HEADS * DIM, 0.0) : recurring[p];
+                for (int head = 0; head < HEADS && part.mixer == ATTENTION; head++) {
                     const int k = (HEADS + head / (HEADS / KV_HEADS)) * DIM, v = k + KV_HEADS * DIM;
                     double total = 0;
                     for (size_t t = 0; t <= p; t++) {
@@ -210,12 +239,17 @@ struct Llama {
     }
 };
 
-// Keys and values of one sequence, and its logits so far.
+// Keys and values of one sequence, its states, and its logits so far.
 struct Sequence {
     std::vector<char> memory;
     std::vector<float> logits;
     Region region{};
-    Sequence() {
+    std::vector<std::vector<float>> states;
+    std::vector<float*> state;
+    Sequence(const Llama& llama) {
+        for (const Part& part : llama.parts)
+            if (part.mixer != ATTENTION) states.emplace_back(part.state(), 0.f);
+        for (auto& each : states) state.push_back(each.data());
         const int64_t row = DIM * (kind == FLOAT32 ? 4 : 2), plane = KV_HEADS * ROOM * row;
         memory.resize(2 * LAYERS * plane + 64);
         region.base = memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64;
@@ -242,8 +276,11 @@ void step(const Llama& llama, const std::vector<Sequence*>& of, const std::vecto
         }
     }
     std::vector<float> logits(ids.size() * VOCAB);
+    std::vector<Run> runs;
+    for (size_t i = 0; i < of.size(); i++) runs.push_back({(int32_t)i * each, each, 0, 0, of[i]->state.data()});
     Step s{};
-    s.rows = s.outputs = ids.size(), s.works = works.size(), s.threads = threads, s.last = LAYERS;
+    s.rows = s.outputs = ids.size(), s.works = works.size(), s.threads = threads, s.last = llama.model.layers;
+    s.run = runs.data(), s.runs = llama.parts.size() > LAYERS ? runs.size() : 0;
     s.tokens = ids.data(), s.positions = positions.data(), s.slots = slots.data(), s.regions = regions.data();
     s.pages = pages.data(), s.work = works.data(), s.members = members.data(), s.wanted = wanted.data(), s.logits = logits.data();
     s.scratch = room<float>(scratch_of(&llama.model, &s));
@@ -254,7 +291,7 @@ void step(const Llama& llama, const std::vector<Sequence*>& of, const std::vecto
 }
 
 bool same(const Sequence& a, const Sequence& b) {
-    return a.bytes() == b.bytes() && a.logits.size() == b.logits.size() &&
+    return a.bytes() == b.bytes() && a.states == b.states && a.logits.size() == b.logits.size() &&
            !std::memcmp(a.logits.data(), b.logits.data(), a.logits.size() * sizeof(float));
 }
 
@@ -285,7 +322,7 @@ int main(int count, char** given) {
     std::vector<int32_t> tokens(LENGTH), others(LENGTH);
     for (auto* each : {&tokens, &others})
         for (auto& token : *each) token = drawn() % VOCAB;
-    Sequence whole;
+    Sequence whole(llama);
     step(llama, {&whole}, {&tokens}, 0, LENGTH, 1);
 
     double off = 0, largest = 0;
@@ -296,7 +333,7 @@ int main(int count, char** given) {
     if (!(off < bound * largest)) return wrong("logits are not near float64's");
 
     for (int number = 0; number < TRIES; number++) {
-        Sequence parts;
+        Sequence parts(llama);
         const int threads = 1 + number % 3, most = number < 2 ? 1 : 1 + (int)(drawn() % 100);
         std::string ends;
         for (int start = 0; start < LENGTH;) {
@@ -305,7 +342,7 @@ int main(int count, char** given) {
             start = end, ends += " " + std::to_string(end);
         }
         if (!same(whole, parts)) return wrong(std::to_string(threads) + " threads, steps that end at" + ends);
-        Sequence beside, again;
+        Sequence beside(llama), again(llama);
         step(llama, {&beside, &again}, {&others, &tokens}, 0, LENGTH / 2, threads);
         step(llama, {&again, &beside}, {&tokens, &others}, LENGTH / 2, LENGTH, threads);
         if (!same(whole, again)) return wrong("another sequence in the same step");

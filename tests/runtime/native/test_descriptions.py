@@ -62,7 +62,7 @@ def test_a_cache_that_is_made_for_other_windows_than_the_masks_is_refused(
 def test_a_family_states_the_windows_of_its_masks(family: str) -> None:
     """They are those of the cache where the configuration is as released models have it."""
     model = lean_family(family)
-    assert list(described(model).windows) == windows(probe(Runner(model, None)).geometry)
+    assert described(model).attended == windows(probe(Runner(model, None)).geometry)
 
 
 @pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
@@ -113,7 +113,7 @@ def test_in_float32_the_comparison_at_load_sees_a_small_fault() -> None:
 def test_a_tensor_of_another_size_is_refused(family: str) -> None:
     """In any layer, at any place: the kernels would read past the end of what was packed."""
     model = lean_family(family)
-    assert reason(model, list(described(model).windows)) == ""
+    assert reason(model, described(model).attended) == ""
     for name, parameter in model.named_parameters():
         whole = parameter.data
         tied = parameter is model.lm_head.weight and parameter is model.model.embed_tokens.weight
@@ -211,9 +211,10 @@ def test_the_outline_tells_descriptions_apart() -> None:
     assert first.mlp is not None
     assert first.mlp.gate is not None
     assert first.before is not None
+    assert first.attention is not None
     turned = replace(first.attention, k=first.attention.v, v=first.attention.k)
     others = [
-        _first(parts, attention=turned),
+        _first(parts, mixer=turned),
         _first(parts, mlp=replace(first.mlp, up=first.mlp.gate, gate=first.mlp.up)),
         _first(parts, before=replace(first.before, weight=first.before.weight + 1)),
         _first(parts, before=None, after=first.before),

@@ -6,5 +6,8 @@
 
 `connector.py` is the interface for vLLM. `scheduler.py` finds the longest stored prefix, `worker.py` moves blocks
 between the store and vLLM's pages (`loading.py` does so for one request), and `messages.py` has the scheduler's
-messages to workers. `hybrid/` has the same two halves for models with several groups of pages in vLLM.
+messages to workers. Pages on a GPU are moved by plans of copies (`device_pages.py`), on streams beside the model's
+(`device_loading.py`, `deferred_saves.py`). What moves bytes imports no vLLM.
+
+`hybrid/` has the same two halves for models with several groups of pages in vLLM.
 """

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -20,19 +25,36 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from keepwarm.core.identity import Namespace
 from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain
+from keepwarm.integrations.vllm.hybrid.messages import PartsStep
 from keepwarm.integrations.vllm.hybrid.naming import group_namespace
 from keepwarm.integrations.vllm.hybrid.scheduler import PartsScheduler
 from keepwarm.integrations.vllm.hybrid.worker import PartsWorker
-from keepwarm.integrations.vllm.identity import shard_namespaces, tell_of_others
+from keepwarm.integrations.vllm.identity import Facts, shard_namespaces, tell_of_others
+from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
 from keepwarm.integrations.vllm.scheduler import SchedulerHalf
 from keepwarm.integrations.vllm.settings import ConnectorSettings
 from keepwarm.integrations.vllm.worker import WorkerHalf
+from keepwarm.runtime.device import is_host
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
 _SOURCES = {"ram": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+@dataclass
+class WorkerFacts(KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
+    """What workers tell the scheduler at the start, by rank."""
+
+    facts: dict[int, Facts]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerFacts:
+        return WorkerFacts(self.facts | other.facts)
+
+
+for _message in (Step, PartsStep):
+    KVConnectorMetadata.register(_message)
 
 
 class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
@@ -44,18 +66,18 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         self._groups = groups_of(kv_cache_config, vllm_config)
         self._page_size = vllm_config.cache_config.block_size
-        namespaces = shard_namespaces(vllm_config, self._page_size)
-        self._names = tuple(namespace.exact_root for namespace in namespaces)
+        self._settings = settings
+        self._names: tuple[bytes, ...] = ()
+        self._has_told = False  # whether this worker's facts went with a step
+        self._has_heard = False  # whether the scheduler knows the workers' facts
         self._told = False  # whether it was logged that this worker has other names
         is_worker = role == KVConnectorRole.WORKER
         self._archive = self._opened(settings, settings.max_ram if is_worker else 0)
         self._scheduler: SchedulerHalf | PartsScheduler | None = None
         self._worker: WorkerHalf | PartsWorker | None = None
+        self._facts = Facts.of_worker(vllm_config)
         if is_worker:
-            self._worker = self._make_worker(settings, namespaces)
-        else:
-            tell_of_others(self._archive, _all_namespaces(namespaces, self._groups))
-            self._scheduler = self._make_scheduler(settings, namespaces)
+            self._worker = self._make_worker(settings, self._named([self._facts] * self._ranks))
 
     def _opened(self, settings: ConnectorSettings, max_ram: int) -> Archive:
         if not is_plain(self._groups):  # `PartsScheduler` checks for the minimum length instead
@@ -63,11 +85,18 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return settings.open(max_ram)
 
     def _make_worker(self, settings: ConnectorSettings, namespaces: list[Namespace]) -> WorkerHalf | PartsWorker:
-        tp = self._vllm_config.parallel_config.tensor_parallel_size
-        rank = get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group
+        rank = self._worker_rank()
         timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
         if is_plain(self._groups):
-            return WorkerHalf(self._archive, namespaces[rank], rank, self._page_size, timeout=timeout, keeps=keeps)
+            return WorkerHalf(
+                self._archive,
+                namespaces[rank],
+                rank,
+                self._page_size,
+                timeout=timeout,
+                keeps=keeps,
+                at_once=bool(self._kv_cache_config.needs_kv_cache_zeroing),
+            )
         return PartsWorker(self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps)
 
     def _make_scheduler(
@@ -75,9 +104,33 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     ) -> SchedulerHalf | PartsScheduler:
         answers = settings.save_generated
         if is_plain(self._groups):
-            return SchedulerHalf(self._archive, namespaces, self._page_size, save_generated=answers)
+            on_device = not is_host(str(self._vllm_config.device_config.device_type))
+            return SchedulerHalf(
+                self._archive, namespaces, self._page_size, save_generated=answers, on_device=on_device
+            )
         least = settings.min_store_tokens
         return PartsScheduler(self._archive, namespaces, self._groups, save_generated=answers, min_tokens=least)
+
+    def _worker_rank(self) -> int:
+        tp = self._vllm_config.parallel_config.tensor_parallel_size
+        return int(get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group)
+
+    @property
+    def _ranks(self) -> int:
+        parallel = self._vllm_config.parallel_config
+        return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+    def _named(self, facts: Sequence[Facts]) -> list[Namespace]:
+        """Return the shards' namespaces, and note their names."""
+        namespaces = shard_namespaces(self._vllm_config, self._page_size, facts)
+        self._names = tuple(namespace.exact_root for namespace in namespaces)
+        return namespaces
+
+    def _begin(self, facts: Sequence[Facts]) -> SchedulerHalf | PartsScheduler:
+        """Make the scheduler's half, which looks up what workers with these facts stored."""
+        namespaces = self._named(facts)
+        tell_of_others(self._archive, _all_namespaces(namespaces, self._groups))
+        return self._make_scheduler(self._settings, namespaces)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -85,6 +138,35 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if self._scheduler is not None:
             self._scheduler.close()
         self._archive.close()
+
+    # ---- names ----
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this worker's facts for the scheduler; not under `MultiConnector`, which would give them to others."""
+        return WorkerFacts({self._worker_rank(): self._facts}) if get_kv_transfer_group() is self else None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        told = [each for each in metadata.values() if isinstance(each, WorkerFacts)]
+        if told and self._role == KVConnectorRole.SCHEDULER:
+            self._hear(reduce(WorkerFacts.aggregate, told))
+
+    def build_connector_worker_meta(self) -> WorkerFacts | None:
+        """Return this worker's facts once, where the handshake is not ours."""
+        if self._has_told or get_kv_transfer_group() is self:
+            return None
+        self._has_told = True
+        return WorkerFacts({self._worker_rank(): self._facts})
+
+    def _hear(self, told: WorkerFacts) -> None:
+        """Look up by the names under which the workers store, from now on."""
+        if len(told.facts) == self._ranks:
+            facts, self._has_heard = [told.facts[rank] for rank in range(self._ranks)], True
+            if self._scheduler is None:
+                self._scheduler = self._begin(facts)
+            else:
+                self._scheduler.rename(self._named(facts))
 
     # ---- scheduler ----
 
@@ -105,15 +187,21 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         step = self._at_scheduler.step(scheduler_output)
-        step.names = self._names
+        step.names = self._names if self._has_heard else ()
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerFacts):
+            self._hear(connector_output.kv_connector_worker_meta)
         if isinstance(self._scheduler, PartsScheduler):
             self._scheduler.load_failed(connector_output.failed_recving)
-        elif connector_output.invalid_block_ids:
-            assert self._scheduler is not None
-            self._scheduler.failed(connector_output.invalid_block_ids)
+        elif self._scheduler is not None:
+            if connector_output.invalid_block_ids:
+                self._scheduler.failed(connector_output.invalid_block_ids)
+            self._scheduler.released(connector_output.finished_sending or ())
+
+    def has_pending_push_work(self) -> bool:
+        return isinstance(self._scheduler, SchedulerHalf) and self._scheduler.is_holding
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -129,11 +217,19 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._at_worker.register(kv_caches)
+        if isinstance(self._worker, WorkerHalf):
+            self._worker.register(kv_caches, self._kv_cache_config.num_blocks)
+        else:
+            self._at_worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(self._worker, WorkerHalf):
+            self._worker.fence(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
-        if step.names != self._names and not self._told:
+        rank = self._worker_rank()
+        if step.names and step.names[rank] != self._names[rank] and not self._told:
             self._told = True
             log.error(
                 "vLLM's scheduler and this worker name the same KV differently: nothing that is stored will be found. "
@@ -176,7 +272,8 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     # ---- metrics ----
 
     def get_kv_connector_stats(self) -> KeepwarmStats | None:
-        return self._worker.stats.take() if self._worker is not None else None
+        counts = self._worker.stats.take() if self._worker is not None else {}
+        return KeepwarmStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KeepwarmStats:
@@ -190,13 +287,15 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # loads are waited for between layers
+        return False  # on a device no step waits between layers
 
     # ---- our own ----
 
     @property
     def _at_scheduler(self) -> SchedulerHalf | PartsScheduler:
-        assert self._scheduler is not None, "asked of a worker"
+        assert self._worker is None, "asked of a worker"
+        if self._scheduler is None:  # no worker told its facts
+            self._scheduler = self._begin([self._facts] * self._ranks)
         return self._scheduler
 
     @property

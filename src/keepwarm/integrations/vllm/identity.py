@@ -7,14 +7,15 @@ it. Backend and version are part of the model identity here, and this KV is neve
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import vllm
+from vllm import envs
+from vllm.platforms import current_platform
 
 from keepwarm.config import cache_dir
 from keepwarm.core.identity import (
@@ -28,8 +29,11 @@ from keepwarm.core.identity import (
     salt_key,
 )
 from keepwarm.errors import ConfigError
+from keepwarm.integrations.vllm import device_pages
+from keepwarm.integrations.vllm.page_copies import FORM
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.models.weight_files import folder_digest
+from keepwarm.runtime.device import is_host
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
@@ -37,10 +41,52 @@ log = logging.getLogger(__name__)
 _NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 
-def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
+@dataclass(frozen=True)
+class Facts:
+    """What is known for certain only in one worker, once its model is loaded, and is part of the names of its KV."""
+
+    attention: str  # vLLM's backends that compute the layers' attention
+    device: str  # the device's name
+    capability: str  # its compute capability; on the processor the set of instructions
+    layout: str  # the order of the bytes in vLLM's pages
+    batch_invariant: bool
+    form: int  # of a page's bytes in the store
+
+    @classmethod
+    def of_worker(cls, config: Any) -> Facts:
+        """Return the facts of this process; in the scheduler's, where no layer exists, without their backends."""
+        kind = str(config.device_config.device_type)
+        layers = config.compilation_config.static_forward_context.values()
+        backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+        name, capability = _device(kind)
+        return cls(
+            attention=" ".join(sorted(backends)),
+            device=name,
+            capability=capability,
+            layout=str(config.cache_config.kv_cache_layout or ""),
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            form=FORM if is_host(kind) else device_pages.FORM,
+        )
+
+    def described(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _device(kind: str) -> tuple[str, str]:
+    """Return the device's name and its capability. vLLM's platform knows them without beginning to use the device,
+    which the scheduler's process must not."""
+    if kind == "cpu":
+        return kind, torch.backends.cpu.get_cpu_capability()
+    number = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_initialized() else 0
+    capability = current_platform.get_device_capability(number)
+    return str(current_platform.get_device_name(number)), capability.as_version_str() if capability else ""
+
+
+def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> list[Namespace]:
     """Return one namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
 
-    `config` is vLLM's `VllmConfig`, `page_size` the number of tokens in its KV blocks.
+    `config` is vLLM's `VllmConfig`, `page_size` the number of tokens in its KV blocks. `facts` is what each rank knows
+    about itself.
     """
     model, parallel = config.model_config, config.parallel_config
     loaded = _as_loaded(model)
@@ -49,7 +95,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     if model.hf_overrides:
         described["overrides"] = model.hf_overrides
     identity = ModelIdentity(
-        weights=folder_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
+        weights=folder_digest(weights_folder(str(model.model), model.revision), cache_dir() / "identity.json"),
         config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
@@ -58,31 +104,29 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     layout = {
-        "form": 2,  # format of a page's bytes in the store (`pages.py`)
         "vllm": vllm.__version__,
         "page": page_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
         **_state_dtypes(config.cache_config),
-        "attention": str(config.attention_config.backend),
-        "device": str(config.device_config.device_type),
-        "isa": torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else "",
-        "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
     }
     arithmetic = ArithmeticIdentity(
         torch=torch.__version__,
         device=str(config.device_config.device_type),
         instruction_set=platform.machine(),
         threads=0,  # vLLM guarantees no bits, so the number of threads does not count
-        attention=str(config.attention_config.backend),
+        attention="",
         mode="eager" if model.enforce_eager else "compiled",
         producer=f"vllm {vllm.__version__}",
     )
     return [
         Namespace(
-            replace(identity, kv_layout=canonical_json(layout | {"tp": [at_tp, tp], "pp": [at_pp, pp]})), arithmetic
+            replace(
+                identity,
+                kv_layout=canonical_json(layout | of.described() | {"tp": [rank % tp, tp], "pp": [rank // tp, pp]}),
+            ),
+            replace(arithmetic, attention=of.attention),
         )
-        for at_pp in range(pp)
-        for at_tp in range(tp)
+        for rank, of in enumerate(facts)
     ]
 
 
@@ -103,10 +147,16 @@ def _as_loaded(model: Any) -> Any:
     overrides that are code, as no name covers what they do."""
     if callable(model.hf_overrides):
         raise ConfigError("hf_overrides is a function, which cannot be part of KV's names: give the fields in a dict")
-    folder = weights_folder(str(model.hf_config_path or model.model))
+    folder = weights_folder(str(model.hf_config_path or model.model), _config_revision(model))
     if not (folder / "config.json").exists():
         return model.hf_config
     return type(model.hf_config).from_pretrained(folder)
+
+
+def _config_revision(model: Any) -> str | None:
+    """Return the revision of the configuration, which may be in another repository than the weights."""
+    found = getattr(model, "_hf_config_revision", None) if model.hf_config_path else model.revision
+    return None if found is None else str(found)
 
 
 def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:
@@ -129,13 +179,6 @@ def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:
 
 def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in ours.items() if theirs.get(name) != value and name != "lora")
-
-
-def variant_of(namespace: Namespace, variant: str) -> Namespace:
-    """Return the namespace of the model with an adapter, or with images on the first page."""
-    if variant == "none":
-        return namespace
-    return Namespace(replace(namespace.model, lora=variant), namespace.arithmetic)
 
 
 def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]] | None:

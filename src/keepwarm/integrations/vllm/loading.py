@@ -170,6 +170,9 @@ class Loading:
             self._ready[layer] = True
             self._tell(None)
 
+    def arrived(self) -> None:
+        """Do nothing: what is committed is in the pages."""
+
     def _tell(self, work: Work | None) -> None:
         if self._told is not None:
             self._told.put(work)
@@ -235,4 +238,5 @@ class Source:
         return self._staged.geometry
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        self._staged.ready()
         return self._staged.plane(layer, kv)[:, start - self._start : end - self._start]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from dataclasses import dataclass, field, replace
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef
@@ -23,6 +21,15 @@ class Prefix:
     variant: str  # digest of the adapter and of images on the first page; "none" without any
     began: Began  # when the request arrived: what was purged since then is not stored
 
+    def until(self, end: int) -> Prefix:
+        """Return the beginning of it that ends at `end`, between two pages."""
+        return replace(
+            self,
+            tokens=self.tokens[:end],
+            pages=self.pages[: len(self.pages) * end // len(self.tokens)],
+            extra_keys={at: key for at, key in self.extra_keys.items() if at < end},
+        )
+
 
 @dataclass(frozen=True)
 class Load:
@@ -37,12 +44,21 @@ class Load:
     found: tuple[tuple[BlockRef, ...], ...]
     apart: bool = False
 
+    def part(self, start: int, end: int) -> Load:
+        """Return the load of `[start, end)` alone, both between two pages."""
+        size = len(self.prefix.tokens) // len(self.prefix.pages)
+        first, last = (start - self.start) // size, (end - self.start) // size
+        return replace(
+            self, prefix=self.prefix.until(end), start=start, found=tuple(refs[first:last] for refs in self.found)
+        )
+
 
 @dataclass(frozen=True)
 class Save:
     """Store a prefix, whose KV is computed up to its end, from `start` on; all before `start` is stored already.
 
-    `last` is true for a request that ended: its pages are held until the save is reported.
+    `last` is true for a request that ended: its pages are held until all its saves are reported. Nothing may be left
+    to store then.
     """
 
     prefix: Prefix
@@ -51,9 +67,14 @@ class Save:
 
 
 @dataclass
-class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """The work of one scheduler step. `names` are the roots of the names that the scheduler looks up, by rank."""
+class Step:
+    """The work of one scheduler step. `names` are the roots of the names that the scheduler looks up, by rank; none
+    while the workers have not told theirs.
+
+    `preempted` are requests whose pages may be given to others in this step.
+    """
 
     names: tuple[bytes, ...] = ()
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    preempted: frozenset[str] = frozenset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -34,33 +33,6 @@ class KeepwarmStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no type
 
     def is_empty(self) -> bool:
         return not self.data
-
-
-class TransferStats:
-    """A worker's counts since the last `take`."""
-
-    def __init__(self) -> None:
-        self._data: dict[str, float] = {}
-
-    def loaded(self, by_tier: Mapping[str, int], seconds: float) -> None:
-        self._add("loaded_tokens", sum(by_tier.values()))
-        self._add("load_seconds", seconds)
-        for tier, tokens in by_tier.items():
-            self._add(f"loaded_tokens_{tier}", tokens)
-
-    def saved(self, tokens: int, seconds: float) -> None:
-        self._add("saved_tokens", tokens)
-        self._add("save_seconds", seconds)
-
-    def failed(self, pages: int) -> None:
-        self._add("failed_pages", pages)
-
-    def take(self) -> KeepwarmStats | None:
-        data, self._data = self._data, {}
-        return KeepwarmStats(data=data) if data else None
-
-    def _add(self, name: str, value: float) -> None:
-        self._data[name] = self._data.get(name, 0) + value
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

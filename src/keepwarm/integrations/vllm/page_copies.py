@@ -20,7 +20,8 @@ from keepwarm.core.memory import private_memory
 from keepwarm.core.ports import Bytes
 from keepwarm.core.reads import Reads
 
-_BYTES = "float8_e4m3fn"  # a dtype of one byte: rows are moved unchanged, whatever they mean to vLLM
+FORM = 2  # of a page's bytes in the store
+BYTES = "float8_e4m3fn"  # a dtype of one byte: rows are moved unchanged, whatever they mean to vLLM
 _KEPT = 256 << 20  # bytes of staging memory kept for later transfers
 
 
@@ -32,7 +33,7 @@ class Pages:
         self.page_size = page_size
         self.names = list(views)
         self._views = [_bytes_of(name, view, page_size) for name, view in views.items()]
-        self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), _BYTES)
+        self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), BYTES)
         self.on_host = isinstance(self._views[0], np.ndarray)  # then loaders and the model share the cores
         is_even = len({view.shape[1:] for view in self._views}) == 1
         self.can_place = self.on_host and is_even and all(map(_has_rows, self._views))  # see `placed`
@@ -115,6 +116,9 @@ class Staged:
     def addresses(self) -> npt.NDArray[np.int64]:
         """Return the addresses at which each layer's keys and values begin, `[2 * layers]`."""
         return _address(self._memory) + np.array(self._at[:-1])
+
+    def ready(self) -> None:
+        """Wait until it may be read: here it always may."""
 
     def release(self) -> None:
         """Give the memory back; it may not be read or written afterwards."""

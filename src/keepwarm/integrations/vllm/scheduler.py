@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ from vllm.v1.request import RequestStatus
 from keepwarm.core.blocks import TokenIds, chain, token_ids
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef
-from keepwarm.integrations.vllm.identity import request_keys, variant_of
+from keepwarm.integrations.vllm.identity import request_keys
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
+from keepwarm.integrations.vllm.variants import variant_of
 from keepwarm.store.admin.purge_epochs import Began
 from keepwarm.store.archive import Archive
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 LOOKUP_SECONDS = 0.02  # time that the scheduler waits for a remote tier before it turns to other requests
+
+CHUNK = 1024  # tokens of a prompt that are saved at least, on a device, before all of it is computed
 
 _Found = tuple[tuple[BlockRef, ...], ...]  # by rank, all of one length
 
@@ -45,6 +48,8 @@ class _Tracked:
     computed: int = 0  # tokens that vLLM had computed when it last asked
     load: tuple[int, int] | None = None  # range of positions; set between allocation and the step that loads
     apart: bool = False  # True: no step waits for its load
+    failed: bool = False  # whether a load failed
+    saving: bool = False  # whether its pages may still be read by a save
     pages: list[int] = field(default_factory=list)
     since: int | None = None  # tokens scheduled since the last load into its pages; None: that load succeeded
 
@@ -53,13 +58,25 @@ class SchedulerHalf:
     """Lives in vLLM's scheduler. All methods are called from its thread."""
 
     def __init__(
-        self, archive: Archive, namespaces: Sequence[Namespace], page_size: int, *, save_generated: bool
+        self,
+        archive: Archive,
+        namespaces: Sequence[Namespace],
+        page_size: int,
+        *,
+        save_generated: bool,
+        on_device: bool = False,
     ) -> None:
-        """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part."""
+        """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part.
+
+        With `on_device` no step waits for a load, prompts are saved while they are computed, and pages of requests that
+        ended are held until workers have copied them.
+        """
         self._archive = archive
         self._namespaces = namespaces
         self._page_size = page_size
         self._save_generated = save_generated
+        self._on_device = on_device
+        self._held: set[str] = set()
         self._tracked: dict[str, _Tracked] = {}
         self._last_saves: list[Save] = []
         self._apart: list[Load] = []
@@ -68,6 +85,10 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._asking.shutdown(wait=False, cancel_futures=True)
+
+    def rename(self, namespaces: Sequence[Namespace]) -> None:
+        """Look up in these namespaces from now on."""
+        self._namespaces = namespaces
 
     # ---- what vLLM asks ----
 
@@ -99,6 +120,9 @@ class SchedulerHalf:
         tracked.looking = None
         tracked.stored = len(tracked.found[0]) * self._page_size
         external = max(tracked.stored - computed, 0)
+        if self._on_device:
+            tracked.apart = True
+            return (0, False) if tracked.failed else (external, external > 0)
         far = any(ref.tier in self._archive.remotes.names for ref in tracked.found[0][computed // self._page_size :])
         tracked.apart = far and not tracked.apart and len(self._tracked) > 1
         return external, external > 0 and tracked.apart
@@ -125,7 +149,10 @@ class SchedulerHalf:
 
     def step(self, output: Any) -> Step:
         """Return this step's loads and saves."""
-        step = Step(loads=self._apart, saves=self._last_saves)
+        step = Step(loads=self._apart, saves=self._last_saves, preempted=frozenset(output.preempted_req_ids or ()))
+        for request_id in step.preempted:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.saving = False  # workers see to it that what is written next waits for its saves
         self._last_saves, self._apart = [], []
         scheduled: list[tuple[_Tracked, int]] = []  # with the number of tokens computed before the step
         for new in output.scheduled_new_reqs:
@@ -155,7 +182,20 @@ class SchedulerHalf:
         """Note that the request ended. Return True if its pages must stay until KV is saved: that of its answer, or of
         a part of its prompt that was in doubt until now."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not tracked.named or request.status not in FINISHED_WELL:
+        if tracked is None or not tracked.named:
+            return False
+        if self._plan_last(tracked, tables):
+            return self._hold(tracked)
+        if tracked.saving:
+            end = tracked.stored
+            self._last_saves.append(Save(self._prefix(tracked, end), end, last=True))
+            return self._hold(tracked)
+        return False
+
+    def _plan_last(self, tracked: _Tracked, tables: Sequence[Sequence[int]]) -> bool:
+        """Plan the save of what a request that ended leaves. Return False if there is nothing."""
+        request = tracked.request
+        if request.status not in FINISHED_WELL:
             return False
         last = request.num_tokens - 1 if self._save_generated else request.num_prompt_tokens
         end, pages = self._whole(min(request.num_computed_tokens, last)), tables[0]
@@ -166,11 +206,25 @@ class SchedulerHalf:
         self._note(tracked, end)
         return True
 
+    def _hold(self, tracked: _Tracked) -> bool:
+        if self._on_device:
+            self._held.add(tracked.request.request_id)
+        return True
+
+    def released(self, request_ids: Iterable[str]) -> None:
+        """Note that workers have copied the pages of these requests."""
+        self._held.difference_update(request_ids)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether vLLM must go on to make steps, so that held pages are given back."""
+        return bool(self._held)
+
     def failed(self, pages: set[int]) -> None:
         """Note that loads into these pages failed: what vLLM computes there is stored again."""
         for tracked in self._tracked.values():
             if not pages.isdisjoint(tracked.pages):
-                tracked.stored = 0
+                tracked.stored, tracked.failed = 0, True
 
     def take_events(self) -> list[BlockStored]:
         """Return what was handed to the store since the last call, as vLLM's own events."""
@@ -233,11 +287,14 @@ class SchedulerHalf:
         return tracked.since is None
 
     def _plan_save(self, step: Step, tracked: _Tracked, computed: int) -> None:
-        """Plan a save if this step, which ends at `computed`, completes the prompt."""
+        """Plan a save if this step, which ends at `computed`, completes the prompt; on a device also if it computes
+        enough of it, so that a prompt which is preempted later keeps that."""
         if not tracked.named:
             return
-        end = self._whole(tracked.request.num_prompt_tokens)
-        if computed >= end > tracked.stored:
+        prompt = self._whole(tracked.request.num_prompt_tokens)
+        end = min(self._whole(computed), prompt) if self._on_device else prompt
+        if computed >= end > tracked.stored and (end == prompt or end - tracked.stored >= CHUNK):
+            tracked.saving = self._on_device
             step.saves.append(Save(self._prefix(tracked, end), tracked.stored))
             self._note(tracked, end)
 

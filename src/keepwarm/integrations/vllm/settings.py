@@ -11,6 +11,15 @@ from keepwarm.errors import ConfigError
 from keepwarm.integrations.settings import StoreSettings
 
 
+class TierSettings(StoreSettings):
+    """The settings of a tier of vLLM's own offloading, which vLLM tells the model's name and nothing else."""
+
+    revision: str | None = Field(None, description="vLLM's --revision, if one is given: it is part of the names of KV")
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM's --hf-overrides, such as another RoPE: part of the names of KV"
+    )
+
+
 class ConnectorSettings(StoreSettings):
     """The store's settings, and how vLLM's pages are moved."""
 

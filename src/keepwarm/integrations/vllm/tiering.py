@@ -18,15 +18,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import vllm
+from vllm import envs
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from keepwarm.config import cache_dir
-from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, json_digest
 from keepwarm.core.ports import Bytes
 from keepwarm.integrations.hashed_pages import HashedPages
-from keepwarm.integrations.settings import StoreSettings
+from keepwarm.integrations.vllm.settings import TierSettings
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.models.weight_files import folder_digest
 
@@ -49,12 +50,13 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        """Open the store; `settings` are those of `StoreSettings`. Raises ConfigError for unsuitable settings, and
+        """Open the store; `settings` are those of `TierSettings`. Raises ConfigError for unsuitable settings, and
         StoreError for the folder."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._memory = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
-        namespace = _namespace(offloading_spec.config, self.block_size_bytes)
-        self._archive = StoreSettings.of(settings, "secondary_tiers").open(max_ram=0)  # vLLM's own first tier is RAM
+        told = TierSettings.of(settings, "secondary_tiers")
+        namespace = _namespace(offloading_spec.config, self.block_size_bytes, told)
+        self._archive = told.open(max_ram=0)  # vLLM's own first tier is RAM
         self._stored = HashedPages(self._archive, namespace, self.block_size_bytes)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-vllm-tier")
         self._done: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
@@ -145,7 +147,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         return [ref is not None for ref in self._stored.find(list(keys))]
 
 
-def _namespace(config: Any, chunk_bytes: int) -> Namespace:
+def _namespace(config: Any, chunk_bytes: int, told: TierSettings) -> Namespace:
     """Return a namespace of all that affects a chunk's bytes; `config` is vLLM's `OffloadingConfig`."""
     parallel = config.parallel
     layout = {
@@ -155,11 +157,12 @@ def _namespace(config: Any, chunk_bytes: int) -> Namespace:
         "tokens_per_hash": config.cache.tokens_per_hash,
         "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
         "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+        **({"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}),
         "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.rank],
     }
     model = ModelIdentity(
-        weights=folder_digest(weights_folder(config.model.name), cache_dir() / "identity.json"),
-        config="with the weights",
+        weights=folder_digest(weights_folder(config.model.name, told.revision), cache_dir() / "identity.json"),
+        config=json_digest("keepwarm vllm overrides 1", told.hf_overrides) if told.hf_overrides else "with the weights",
         dtype=str(config.model.dtype),
         quantization="with the weights",
         rope="with the weights",

@@ -148,6 +148,7 @@ class Arena:
         for layer in self.layers:
             layer.length = length
         self._in_place.moved()
+        self.states.moved(length)
 
     def expect(self, end: int) -> None:
         """Prepare for loading what follows the valid positions, for steps that continue at `end`. Windowed layers need
@@ -245,13 +246,16 @@ class Arena:
         keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
         return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
-    def sequenced(self) -> Sequenced:
+    def sequenced(self, end: int | None = None) -> Sequenced:
         """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena.
-        Windowed layers are first copied into the arena, since a page there holds all layers."""
+        Windowed layers are first copied into the arena, since a page there holds all layers. A step to `end` keeps the
+        states that snapshots on its way need."""
         if self._is_windowed and self.is_late:
             self.materialize()
         found = self._in_place.sequenced(self.region, self.capacity)
-        return found if self.lora is None else replace(found, lora=self.lora)
+        if self.lora is None and not self.states:
+            return found
+        return replace(found, lora=self.lora, state=self.states.recurrent(end))
 
     def hold(self, held: Held | None) -> None:
         """Set what the arena now holds, from position 0 on, except for its `gap`."""

@@ -10,7 +10,7 @@ import torch
 
 from keepwarm.runtime.arena.indexed import IndexedArenaLayer
 from keepwarm.runtime.arena.layer import ArenaLayer
-from keepwarm.runtime.arena.state_bytes import OwnCache
+from keepwarm.runtime.arena.state_bytes import KernelState, OwnCache, outline
 from keepwarm.runtime.arena.states import StateArenaLayer, States
 from keepwarm.runtime.device import DevicePort
 
@@ -37,6 +37,7 @@ class CacheForm:
     outlines: tuple[Mapping[str, Any], ...] = ()  # of those layers' states
     own: OwnCache | None = None  # the model's own cache, if it does not use transformers'
     others: Mapping[torch.device, DevicePort] = field(default_factory=dict)  # ports to the layers' devices
+    kernel_states: tuple[int, ...] = ()  # numbers in each layer's state, where the compiled kernels keep it
 
     @property
     def has_states(self) -> bool:
@@ -80,6 +81,9 @@ class CacheForm:
             made[form.kv] = layer
             cached.append(layer)
 
+        if self.kernel_states:
+            return [made[at] for at in sorted(made)], cached, self._of_kernels()
+
         def anew() -> list[Any]:
             layers = self.fresh()
             return [layers[number] for number in stateful]
@@ -90,6 +94,13 @@ class CacheForm:
             cached,
             States([cached[at] for at in stateful], anew, devices, self._seen(len(stateful))),
         )
+
+    def _of_kernels(self) -> States:
+        def anew() -> list[Any]:
+            return [*map(KernelState, self.kernel_states)]
+
+        layers = anew()
+        return States(layers, anew, [torch.device("cpu")] * len(layers), [*map(outline, layers)])
 
     def _seen(self, count: int) -> Sequence[Mapping[str, Any] | None]:
         return self.outlines or [None] * count

@@ -53,6 +53,13 @@ class OwnCache:
         return self._shape
 
 
+class KernelState:
+    """The state of one layer as the compiled kernels keep it."""
+
+    def __init__(self, size: int) -> None:
+        self.numbers = torch.zeros(size, dtype=torch.float32)
+
+
 def state_bytes(layers: Iterable[Any]) -> int:
     """Return the bytes of a snapshot of these layers as they are now."""
     return sum(len(encoded(layer)) for layer in layers)
@@ -120,7 +127,7 @@ def restore(layer: Any, data: Bytes, device: torch.device, seen: Mapping[str, An
     reader = _Reader(data, device)
     shapes = {"value": layer.shape} if isinstance(layer, OwnCache) else {}
     try:
-        if seen is not None and not _fits(reader.described, seen, exactly=isinstance(layer, LinearAttentionLayer)):
+        if seen is not None and not _fits(reader.described, seen, exactly=_is_exact(layer)):
             raise ValueError("its parts have other shapes or dtypes than the model's")
         values = {name: reader.value(item, shapes.get(name)) for name, item in reader.described.items()}
         reader.check_end()
@@ -135,6 +142,11 @@ def restore(layer: Any, data: Bytes, device: torch.device, seen: Mapping[str, An
         setattr(layer, name, value)
     if isinstance(layer, LinearAttentionLayer):
         setattr(layer, "device", device)  # noqa: B010  # transformers declares it None
+
+
+def _is_exact(layer: Any) -> bool:
+    """Whether all states of such a layer have one form. A model's own cache may grow with the prompt."""
+    return isinstance(layer, LinearAttentionLayer | KernelState)
 
 
 def _fits(found: Any, seen: Any, *, exactly: bool) -> bool:

@@ -20,7 +20,8 @@ from keepwarm.core.ports import Bytes
 from keepwarm.core.sinks import PlainSink
 from keepwarm.errors import CorruptRun
 from keepwarm.runtime.arena.layer import ArenaLayer
-from keepwarm.runtime.arena.state_bytes import attributes, encoded, restore
+from keepwarm.runtime.arena.state_bytes import KernelState, attributes, encoded, restore
+from keepwarm.runtime.native.places import Recurrent
 
 
 class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # they share attributes
@@ -104,9 +105,15 @@ class States:
     position: int | None = 0  # the state's position; None: unknown
     wanted: frozenset[int] = frozenset()  # positions for snapshots
     taken: dict[int, Snapshot] = field(default_factory=dict)
+    _coming: dict[int, Sequence[KernelState]] = field(default_factory=dict)  # what a step of the kernels keeps
 
     def __bool__(self) -> bool:
         return bool(self.layers)
+
+    @property
+    def of_kernels(self) -> bool:
+        """Whether the compiled kernels keep the state, and not transformers' own code."""
+        return all(isinstance(layer, KernelState) for layer in self.layers)
 
     def drop(self, length: int) -> None:
         """Drop the state, as the sequence now continues at `length`. At 0 the initial state is right; elsewhere it is
@@ -120,6 +127,7 @@ class States:
                 setattr(layer, name, getattr(fresh, name))
         self.position = None if length else 0
         self.taken.clear()
+        self._coming.clear()
         self.wanted = frozenset()
 
     def check(self, start: int) -> None:
@@ -127,10 +135,24 @@ class States:
         if self.layers and self.position != start:
             raise RuntimeError(f"a step at position {start} would follow the recurrent state of {self.position}")
 
+    def recurrent(self, end: int | None) -> Recurrent | None:
+        """Return what a step of the compiled kernels to `end` reads and writes; None without states. It keeps those of
+        the positions on its way for which snapshots are wanted. With None it keeps none."""
+        if not self.layers:
+            return None
+        start = self.position or 0
+        self._coming = {at: [*self.fresh()] for at in self.wanted if end is not None and start < at < end}
+        kept = {at: _numbers(layers) for at, layers in self._coming.items()}
+        return Recurrent(_numbers(self.layers), kept)
+
     def moved(self, position: int) -> None:
-        """Note that a step moved the state to a position. Take a snapshot if one is wanted there."""
+        """Note that a step moved the state to a position. Take a snapshot if one is wanted there, and those of what the
+        step kept on its way."""
         if self.layers:
             self.position = position
+            coming, self._coming = self._coming, {}
+            for at, layers in coming.items():
+                self.taken[at] = Snapshot(at, tuple(map(encoded, layers)))
             if position in self.wanted:
                 self.taken[position] = self.take()
 
@@ -152,3 +174,7 @@ class States:
         for layer, data, device, seen in zip(self.layers, snapshot.layers, self.devices, self.outlines, strict=True):
             restore(layer, data, device, seen)
         self.position = snapshot.position
+
+
+def _numbers(layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(layer.numbers for layer in layers)

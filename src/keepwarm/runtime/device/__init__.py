@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.device.copies import Copies as Copies
 from keepwarm.runtime.device.cuda import CudaPort
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.device.mps import MpsPort
@@ -17,6 +18,11 @@ from keepwarm.runtime.device.port import Stream as Stream
 
 # By torch's name of the kind. Tests replace the processor with an adversarial device (`testing.device`).
 PORTS: dict[str, Callable[[torch.device], DevicePort]] = {"cpu": HostPort, "cuda": CudaPort, "mps": MpsPort}
+
+
+def is_host(kind: str) -> bool:
+    """Whether devices of this kind have the host's memory, so that it is read and written in place."""
+    return bool(getattr(PORTS.get(kind), "is_host", False))
 
 
 def port_to(device: torch.device) -> DevicePort:

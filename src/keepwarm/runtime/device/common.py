@@ -19,6 +19,9 @@ class NativeEvent:
     def synchronize(self) -> None:
         self.native.synchronize()
 
+    def is_past(self) -> bool:
+        return bool(self.native.query())
+
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, NativeEvent)
         earlier.synchronize()

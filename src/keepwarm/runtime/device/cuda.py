@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
+from keepwarm.runtime.device.copies import Copies
+from keepwarm.runtime.device.cuda_copies import runner
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _WIDE = 8  # bytes that a kernel moves at once, if rows allow it
@@ -68,13 +70,19 @@ class CudaPort(DevicePort):
         return CudaMemory(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self.device):  # a thread that has used none would begin with the first one
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)
+
+    def copy_all(self, copies: Copies, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        with self.on(stream):  # makes this device the current one, too, in a thread that has used none
+            runner()(copies, stream.native.cuda_stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy. Rows of several heads are apart on the device: torch gathers or scatters them there, with one copy."""

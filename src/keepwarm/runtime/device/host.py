@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 
 from keepwarm.core.memory import private_memory
 from keepwarm.runtime.device.common import OneStreamPort
+from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.port import Event, Memory, Stream
 
 
@@ -21,6 +23,9 @@ class HostEvent:
 
     def synchronize(self) -> None:
         return
+
+    def is_past(self) -> bool:
+        return True
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, HostEvent)
@@ -69,6 +74,10 @@ class HostPort(OneStreamPort):
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(torch.device("cpu") if device is None else device, HostStream())
+
+    def copy_all(self, copies: Copies, stream: Stream) -> None:
+        for source, target, size in zip(copies.sources, copies.targets, copies.sizes, strict=True):
+            ctypes.memmove(int(target), int(source), int(size))
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
         return HostMemory(nbytes, huge)

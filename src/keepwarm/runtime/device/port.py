@@ -19,7 +19,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from keepwarm.errors import Overloaded
+from keepwarm.errors import Overloaded, UnsupportedModel
+from keepwarm.runtime.device.copies import Copies
 
 # torch's words where it has no exception for this: MPS, and the processor's allocator on each system.
 _WORDS = ("out of memory", "invalid buffer size", "can't allocate memory", "not enough memory")
@@ -30,6 +31,10 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Return when everything before it is done."""
+        ...
+
+    def is_past(self) -> bool:
+        """Whether everything before it is done. Returns at once."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
@@ -118,6 +123,11 @@ class DevicePort(ABC):
     @abstractmethod
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queue in a stream the copy of `source` on the device into `target`, pinned bytes of the same shape."""
+
+    def copy_all(self, copies: Copies, stream: Stream) -> None:
+        """Queue in a stream copies between pinned host memory and any memory of the device, by address. Raises
+        UnsupportedModel where addresses mean nothing to the host."""
+        raise UnsupportedModel(f"memory of {self.device} cannot be copied by address")
 
     def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
         """Write rows that the calling thread computed, `[heads, n, dim]`, to all of `target`, which is part of a

@@ -76,7 +76,7 @@ private:
     static const T* at(const Model& m, const Step& s, int64_t place, int layer, int kv, int head, T* room) {
         const Region& r = s.regions[place >> 32];
         const int64_t row = place & 0xffffffff;
-        const char* block = rows_of(r, layer, kv, head);
+        const char* block = rows_of(r, m.layer[layer].kv, kv, head);
         if (!r.coding.bits) return (const T*)block + row * m.dim;
         if (NOW) {
             decode_rows(r.coding, block, kv, m.dim, row, PAGE, room);
@@ -110,6 +110,13 @@ inline void absorb(float& maximum, float& total, float* acc, float m, float t, c
     total = std::fma(b, t, a * total);
     maximum = top;
     for (int d = 0; d < dim; d += LANES) store(acc + d, fma(splat(b), load(part + d), splat(a) * load(acc + d)));
+}
+
+// Puts 16 of a row's results into mixed[to], multiplied by their gates if the layer has some.
+template <class Rows>
+inline void put_result(const Model& m, const Scratch<Rows>& b, int layer, int row, int to, int column, Vec value) {
+    if (m.layer[layer].gate) value *= sigmoid(load(b.made + (int64_t)row * m.heads * m.dim + column));
+    b.mixed.put(to, column, value);
 }
 
 // One task of a step with few rows: all rows attend to one part of the positions, for one key head.
@@ -156,7 +163,8 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const O
     }
     for (int i = 0; i < l.n; i++) {
         const Vec factor = splat(1.f / with_sink(m.layer[layer], l.head[i], maximum[i], total[i]));
-        for (int d = 0; d < DIM; d += LANES) b.mixed.put(on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * factor);
+        for (int d = 0; d < DIM; d += LANES)
+            put_result(m, b, layer, l.row[i], on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * factor);
     }
 }
 
@@ -172,7 +180,7 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
             absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
         }
         const Vec factor = splat(1.f / with_sink(m.layer[layer], head, maximum, total));
-        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(to, head * m.dim + d, load(out + d) * factor);
+        for (int d = 0; d < m.dim; d += LANES) put_result(m, b, layer, row, to, head * m.dim + d, load(out + d) * factor);
     }
 }
 

@@ -29,6 +29,7 @@ from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.packing import LOG2E, Packing
 from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
+from keepwarm.runtime.native.recurrent import Runs
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
 
 _POSITIONS = 4096  # positions of one piece of the rotary tables
@@ -51,17 +52,18 @@ class ArrivingLayers(Protocol):
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
-    """Return why a model does not run here, or an empty text if it does. `windows` are those of its layers' cache, in
-    positions; None stands for all positions."""
+    """Return why a model does not run here, or an empty text if it does. `windows` are those of its cache's layers with
+    keys and values, in positions; None stands for all positions."""
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
     try:
         found = described(model)
     except NotCovered as reason:
         return str(reason)
-    apart = [(at, *each) for at, each in enumerate(zip(found.windows, windows, strict=False)) if each[0] != each[1]]
-    if len(windows) != len(found.windows):
-        return f"a cache of {len(windows)} layers for a model of {len(found.windows)}"
+    attending = [at for at, layer in enumerate(found.layers) if layer.attention is not None]
+    apart = [each for each in zip(attending, found.attended, windows, strict=False) if each[1] != each[2]]
+    if len(windows) != len(attending):
+        return f"a cache of {len(windows)} layers with keys for a model of {len(attending)}"
     return _told(*apart[0]) if apart else ""
 
 
@@ -80,8 +82,8 @@ class LeanDecoder:
         windows: Sequence[int | None],
         adapted: Callable[[], Kernels | None] = lambda: None,
     ) -> None:
-        """`windows` are the layers' windows, in positions; None stands for all. `adapted` returns the kernels
-        for rows with an adapter. Raises ValueError if `unsupported` gives a reason."""
+        """`windows` are those of the layers with keys and values, in positions; None stands for all. `adapted` returns
+        the kernels for rows with an adapter. Raises ValueError if `unsupported` gives a reason."""
         if reason := unsupported(model, windows):
             raise ValueError(reason)
         self._library = kernels.library
@@ -93,10 +95,10 @@ class LeanDecoder:
         self.dtype = model.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._packing = Packing(self.deep)
-        self._tables_of = [layer.attention.table for layer in parts.layers]
+        self._tables_of = [layer.attention.table if layer.attention else None for layer in parts.layers]
         self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
-        for layer, window in zip(self._layers, windows, strict=True):
-            layer.window = window or 0
+        self.states = tuple(each.state for each in parts.recurrent)  # numbers that each layer with a state keeps
+        self._number(parts, windows)
         self._model = self._record(parts)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
@@ -119,6 +121,16 @@ class LeanDecoder:
     def storages(self) -> dict[int, int]:
         """Bytes of the weights as the kernels read them, by address."""
         return self._packing.storages
+
+    def _number(self, parts: Description, windows: Sequence[int | None]) -> None:
+        """Number the layers with keys and values, and those with a state."""
+        kv = state = 0
+        for record, layer in zip(self._layers, parts.layers, strict=True):
+            record.kv = record.state = -1
+            if layer.attention is None:
+                record.state, state = state, state + 1
+            else:
+                record.kv, record.window, kv = kv, windows[kv] or 0, kv + 1
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
@@ -173,13 +185,16 @@ class LeanDecoder:
         exception of that ends the step. Either all sequences have an adapter, each its own, or none has one.
         """
         chosen = _chosen(sequences, [*map(len, tokens)])
+        if chosen is not None and self.states:
+            raise RuntimeError("rows of a model with recurrent state are not computed with an adapter")
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
             self._grow(max(ends))
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
-        return self._run(ids, positions, placed, wanted, arrivals=arrivals, chosen=chosen)
+        runs = Runs(starts, ends, sequences, self.states) if self.states else None
+        return self._run(ids, positions, placed, wanted, arrivals=arrivals, chosen=chosen, runs=runs)
 
     def rows(
         self,
@@ -197,8 +212,8 @@ class LeanDecoder:
         values of so many layers are written. `seen` is called after each layer with the queries that attended there,
         `[rows, heads, dim]`, float32. They are valid during the call only.
         """
-        if sequence.lora is not None:
-            raise RuntimeError("rows at chosen positions are not computed with an adapter")
+        if sequence.lora is not None or self.states:
+            raise RuntimeError("rows at chosen positions are not computed with an adapter or a recurrent state")
         if int(positions[-1]) >= self._reached:
             self._grow(int(positions[-1]) + 1)
         ids, at = tokens.astype(np.int32), positions.astype(np.int32)
@@ -214,6 +229,7 @@ class LeanDecoder:
         arrivals: ArrivingLayers | None = None,
         seen: Callable[[int, torch.Tensor], None] | None = None,
         chosen: Chosen | None = None,
+        runs: Runs | None = None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab, dtype=torch.float32)
@@ -235,6 +251,9 @@ class LeanDecoder:
             wanted=_pointer(outputs),
             logits=logits.data_ptr(),
             adapters=None if chosen is None else chosen.address,
+            run=None if runs is None else _pointer(runs.runs),
+            keep=None if runs is None else _pointer(runs.keeps),
+            runs=0 if runs is None else len(runs.runs),
         )
         need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
         if need > self._scratch.numel():
@@ -255,10 +274,11 @@ class LeanDecoder:
         if (taking := arrivals.taking()) is not None:
             step.take, step.job, step.wrong = taking.function, taking.job, taking.wrong
             self._forward(step)
-            arrivals.passed(step.stopped)
+            arrivals.passed(sum(layer.kv >= 0 for layer in self._layers[: step.stopped]))
             step.first, step.take = step.stopped, None
         for layer in range(step.first, end):
-            arrivals.arrive(layer)
+            if (number := self._layers[layer].kv) >= 0:
+                arrivals.arrive(number)
             step.first, step.last = layer, layer + 1
             self._forward(step)
         return logits

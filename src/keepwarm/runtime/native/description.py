@@ -62,6 +62,82 @@ class Attention:
     k_norm: Norm | None = None
     table: int | None = 0
     sinks: torch.Tensor | None = None
+    gate: Linear | None = None  # results are multiplied by its sigmoid, `[heads * dim, hidden]`
+
+    @property
+    def reads(self) -> tuple[Linear, ...]:
+        """The first products, one under the other."""
+        return self.q, self.k, self.v
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return (*self.reads, self.o, *([self.gate] if self.gate else []))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A short convolution of one layer, in place of attention. `read` gives a gate of the input, a gate of the result,
+    and a value, `[3 * hidden, hidden]`. The input of a channel is its gate times its value. `weight`, `[hidden,
+    kernel]`, weighs the last inputs of each, the oldest first. `bias` is `[hidden]`. `o` takes the gated results."""
+
+    read: Linear
+    weight: torch.Tensor
+    o: Linear
+    bias: torch.Tensor | None = None
+
+    @property
+    def reads(self) -> tuple[Linear, ...]:
+        return (self.read,)
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return self.read, self.o
+
+    @property
+    def state(self) -> int:
+        """How many numbers it keeps of a sequence: the inputs that the next row reads, too."""
+        channels, kernel = self.weight.shape
+        return int(channels * (kernel - 1))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (arXiv:2412.06464) of one layer, in place of attention. `reads` give queries and keys of
+    `key_heads` heads, values of `heads` heads, a gate of the results, and two rates of each head: of its steps, and of
+    its decay. A short convolution, `weight`, `[channels, kernel]`, runs over queries, keys and values, and then SiLU.
+    A head's state is multiplied by `exp(decay * softplus(rate + step))` in every row. Results are normed by head, gated
+    by SiLU, and taken by `o`."""
+
+    reads: tuple[Linear, ...]
+    weight: torch.Tensor
+    decay: torch.Tensor  # [heads], float32
+    step: torch.Tensor  # [heads]
+    norm: Norm  # [dim]
+    o: Linear
+    key_heads: int
+    key_dim: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return (*self.reads, self.o)
+
+    @property
+    def heads(self) -> int:
+        return len(self.decay)
+
+    @property
+    def dim(self) -> int:
+        return len(self.norm.weight)
+
+    @property
+    def state(self) -> int:
+        """How many numbers it keeps of a sequence."""
+        channels, kernel = self.weight.shape
+        return int(channels * (kernel - 1)) + self.heads * self.key_dim * self.dim
+
+
+Mixer = Attention | Convolution | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -93,10 +169,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer. `before` and `before_mlp` norm the inputs of attention and of the MLP; `after` and `after_mlp` norm
-    their results. The model lacks a norm that is None. With `experts`, every row uses `mlp`, too, unless it is None."""
+    """One layer. `mixer` is its first part: attention, or one with a state. `before` and `before_mlp`
+    norm the inputs of that part and of the MLP; `after` and `after_mlp` norm their results. The model lacks a norm that
+    is None. With `experts`, every row uses `mlp`, too, unless it is None."""
 
-    attention: Attention
+    mixer: Mixer
     mlp: Mlp | None
     experts: Experts | None = None
     before: Norm | None = None
@@ -105,18 +182,31 @@ class LayerParts:
     after_mlp: Norm | None = None
 
     @property
+    def attention(self) -> Attention | None:
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def recurrent(self) -> Convolution | DeltaNet | None:
+        return None if isinstance(self.mixer, Attention) else self.mixer
+
+    @property
+    def own_norms(self) -> tuple[Norm | None, ...]:
+        """The norms around the layer's two parts."""
+        return self.before, self.after, self.before_mlp, self.after_mlp
+
+    @property
     def norms(self) -> tuple[Norm | None, ...]:
         """The layer's own norms, then those of queries and keys."""
-        own = (self.before, self.after, self.before_mlp, self.after_mlp)
-        return (*own, self.attention.q_norm, self.attention.k_norm)
+        attention = self.attention
+        return (*self.own_norms, *((attention.q_norm, attention.k_norm) if attention else ()))
 
     @property
     def products(self) -> tuple[Linear, ...]:
         """All weights that rows are multiplied with, those of experts included."""
-        a, e = self.attention, self.experts
+        e = self.experts
         mlps = [each for each in (self.mlp, e and e.all) if each]
         ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
-        return (a.q, a.k, a.v, a.o, *ours, *([e.router] if e else []))
+        return (*self.mixer.products, *ours, *([e.router] if e else []))
 
 
 @dataclass(frozen=True)
@@ -154,6 +244,19 @@ class Description:
     windows: tuple[int | None, ...] = ()
 
     @property
+    def attended(self) -> list[int | None]:
+        """The windows of the layers with attention."""
+        return [window for layer, window in zip(self.layers, self.windows, strict=True) if layer.attention is not None]
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def recurrent(self) -> list[Convolution | DeltaNet]:
+        return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+
+    @property
     def mlps(self) -> list[Mlp]:
         """The MLPs that every row uses."""
         return [layer.mlp for layer in self.layers if layer.mlp is not None]
@@ -172,9 +275,10 @@ class Description:
     def epsilon(self) -> float:
         """The number that every norm adds to the mean square. Raises NotCovered if norms differ."""
         norms = [norm for layer in self.layers for norm in layer.norms]
+        norms += [each.norm for each in self.recurrent if isinstance(each, DeltaNet)]
         return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
 
     @property
     def scaling(self) -> float:
         """The factor of scores. Raises NotCovered if layers differ."""
-        return alike([layer.attention.scaling for layer in self.layers], "factors of scores")
+        return alike([attention.scaling for attention in self.attentions], "factors of scores")

@@ -27,8 +27,6 @@ void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int row
     }
 }
 
-inline Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f))); }
-
 // Chooses the experts with the highest scores, the first of equals, and sets each one's share by softmax. It overwrites
 // the scores.
 inline void choose(const Experts& e, float* score, int across, int32_t* expert, float* share) {

@@ -15,9 +15,11 @@
 #include <omp.h>
 #include <vector>
 
+#include "delta.h"
 #include "experts.h"
 #include "guarded.h"
 #include "lanes.h"
+#include "norms.h"
 #include "products.h"
 #include "tile_lanes.h"
 #if defined(QUANTIZED)
@@ -71,22 +73,6 @@ using Full = Quantized<Vectors<float>>;
 using Narrow = Half;
 using Full = Vectors<float>;
 #endif
-
-template <bool CENTRED, class Put>
-inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put put) {
-    Vec mean{}, square{};
-    if constexpr (CENTRED) {
-        for (int i = 0; i < n; i += LANES) mean += load(x + i);
-        mean = splat(sum(mean) / n);
-    }
-    const auto centred = [&](int i) { return CENTRED ? load(x + i) - mean : load(x + i); };
-    for (int i = 0; i < n; i += LANES) { const Vec v = centred(i); square = fma(v, v, square); }
-    const Vec factor = splat(1.f / std::sqrt(sum(square) / n + epsilon));
-    if (norm.bias)
-        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i) + load(norm.bias + i));
-    else
-        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
-}
 
 // Norms a row and gives it to `put(column, 16 values)`. Without a norm the row is given unchanged.
 template <class Put>
@@ -243,42 +229,68 @@ int forward(const Model& m, Step& s) {
             const Layer& w = m.layer[layer];
             for (int row = id; row < s.rows; row += of) norm(row, w.before, row);
             barrier.wait(of);
+            const bool end = layer + 1 == m.layers;
+            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
+            const Rows mixed(mixes(m, w), (float*)b.mixed.p);
 #if defined(ADAPTERS)
             adapted.enter(layer);
-            adapted.attention(b.h, s.rows, b.q);
-#else
-            linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
 #endif
-            if (!b.wide) {
-                for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
-                for (int p = id; p < b.parts; p += of)
-                    std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
-            }
-            // This comes late, so that attention finds the layer's keys and values in the processor's cache.
-            if (s.take) s.take(s.job, layer);
-            barrier.wait(of);
-            if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
-                stopped = layer;
-                break;
-            }
-            if (id == 0) next = 0;
-            for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
-            for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
-                const Move& v = s.move[i / (2 * m.kv_heads)];
-                bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
-                         layer, i % 2, i / 2 % m.kv_heads);
-            }
-            barrier.wait(of);
-            const bool end = layer + 1 == m.layers;
-            if (s.places && layer + 1 == s.last || end && !s.outputs) break;
-            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
-            for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention does not read x
-                std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
+            // Keeps only the rows that go on. No layer's first part reads x.
+            auto go_on = [&] {
+                for (int i = 0; id == 0 && on.row && i < on.rows; i++)
+                    std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
 #if defined(ADAPTERS)
-            adapted.go_on(on);
+                adapted.go_on(on);
 #endif
-            attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
-            if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            };
+            if (w.state >= 0) {
+                linear<T>(b.h, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+                barrier.wait(of);
+                const bool last = end && !s.outputs;
+                if (!last) go_on();
+                if (w.delta.heads) {
+                    prepare(m, s, w, b.q, b.made, id, of);
+                    barrier.wait(of);
+                    recur(s, w, b.made, id, of);
+                } else if (!last) {
+                    convolve(m, s, w, b.q, on, mixed, id, of);
+                }
+                barrier.wait(of);
+                keep_inputs(m, s, w, b.q, id, of);
+                if (last) break;
+                if (w.delta.heads) gate_results(m, w, b.q, b.made, on, mixed, id, of), barrier.wait(of);
+            } else {
+#if defined(ADAPTERS)
+                adapted.attention(b.h, s.rows, b.q);
+#else
+                linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
+#endif
+                if (w.gate) linear<T>(b.h, s.rows, w.gate, m.heads * m.dim, b.made, id, of, w.gate_bias);
+                if (!b.wide) {
+                    for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
+                    for (int p = id; p < b.parts; p += of)
+                        std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
+                }
+                // This comes late, so that attention finds the layer's keys and values in the processor's cache.
+                if (s.take) s.take(s.job, w.kv);
+                barrier.wait(of);
+                if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
+                    stopped = layer;
+                    break;
+                }
+                if (id == 0) next = 0;
+                for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
+                for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
+                    const Move& v = s.move[i / (2 * m.kv_heads)];
+                    bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
+                             layer, i % 2, i / 2 % m.kv_heads);
+                }
+                barrier.wait(of);
+                if (s.places && layer + 1 == s.last || end && !s.outputs) break;
+                go_on();
+                attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
+            }
+            if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             if constexpr (How::EXPERTS)
                 if (w.experts.count) {
                     for (int row = id; row < on.rows; row += of)
@@ -299,7 +311,7 @@ int forward(const Model& m, Step& s) {
             widen<T>(m, w.mlp, b.h, inner, on.rows, id, of);
 #endif
             barrier.wait(of);
-            if (m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
@@ -333,7 +345,7 @@ int64_t keepwarm_scratch(const Model* m, const Step* s) {
 // Copies `rows` rows of every layer and head from one place to another. Encoded rows are decoded.
 void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region* to, int64_t at, int64_t rows) {
     for (int layer = 0; layer < m->layers; layer++)
-        for (int i = 0; i < 2 * m->kv_heads; i++)
+        for (int i = 0; i < 2 * m->kv_heads && m->layer[layer].kv >= 0; i++)
             if (m->is_bf16) bring<bf16>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
             else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }

@@ -92,7 +92,9 @@ def _linears(layer: LayerParts) -> dict[str, Linear]:
     """Return the weights that an adapter may change, by their names in adapters.h. Not those of experts, nor the MLP
     beside them."""
     attention, mlp = layer.attention, None if layer.experts else layer.mlp
-    found = {"q": attention.q, "k": attention.k, "v": attention.v, "out": attention.o}
+    found = {}
+    if attention is not None:
+        found = {"q": attention.q, "k": attention.k, "v": attention.v, "out": attention.o}
     if mlp is not None:
         found |= {"up": mlp.up, "last": mlp.down} | ({"gate": mlp.gate} if mlp.gate else {})
     return found

@@ -43,15 +43,35 @@ struct Experts {  // the experts of one layer (experts.h)
     int32_t gates;            // 1 if the router's last row gates the layer's own MLP
 };
 
-struct Layer {  // in a layer with experts, `mlp` is the one that every row uses beside them
+struct Convolution {  // a short convolution over each channel's last inputs (recurrent.h)
+    const float *weight, *bias;  // [kernel, channels], the oldest input's weights first; [channels]
+    int32_t kernel;              // how many inputs it reads, the row's own included; 0 if the layer has none
+    int32_t channels;
+};
+
+struct Delta {  // a gated delta net (delta.h)
+    const float *decay, *step, *norm;  // [heads]: the factor of a row's step, and what is added to it; [dim]
+    int32_t heads, key_heads;          // heads of values, and of queries and keys; 0 if the layer is none
+    int32_t dim, key_dim;              // widths of a head
+};
+
+// In a layer with experts, `mlp` is the one that every row uses beside them. In a layer with a convolution, `qkv` gives
+// its two gates and its inputs, [2 gates + inputs, hidden], and `o` takes its results. In a gated delta net, `qkv` gives
+// the convolution's inputs (queries, keys, values), the gate, the forgetting factor and the step of each head.
+struct Layer {
     Norm before, q, k, after, before_mlp, after_mlp;
     const float *qkv_bias, *o_bias;
     const float *cosine, *sine;          // [positions, rotary / 2]; null if the layer does not rotate
     const float* sinks;                  // [heads]: the score (as a power of two) of a position that has no value
-    const void *qkv, *o;
+    const float* gate_bias;
+    const void *qkv, *o, *gate;          // `gate`, [heads * dim, hidden]: attention's results are multiplied by its sigmoid
     Mlp mlp;
     Experts experts;
-    int32_t window, unused;              // `window`: how many positions a row attends to, its own included; 0: all
+    Convolution convolution;
+    Delta delta;
+    int32_t window;                      // how many positions a row attends to, its own included; 0: all
+    int32_t kv, state;                   // its number among the layers with keys and values, or with a state; -1: it has none
+    int32_t unused;
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, CLAMPED };
@@ -91,6 +111,19 @@ struct Work {  // rows of the step that read the same pages: positions [first_un
     int64_t pages;                             // an index into Step::pages: the first unit's first page
 };
 
+// Consecutive rows of one sequence, in a model whose layers have a state. Each layer's state before the first row lies at
+// `state`, and the one behind the last row is written there.
+struct Run {
+    int32_t row, rows;
+    int32_t keep, keeps;  // indices into Step::keep
+    float* const* state;  // [layers with a state]
+};
+
+struct Keep {  // a row of a run, and where each layer's state behind it is written, besides
+    int64_t row;
+    float* const* state;
+};
+
 struct Step {
     int32_t rows, works, outputs, threads;
     int32_t first, last;                // the layers to run; a step may be run in several calls, with the same scratch
@@ -110,6 +143,9 @@ struct Step {
     void (*take)(const void* job, int32_t layer);  // each thread calls it to help read a layer's keys and values; or null
     const void* job;
     const int32_t* wrong;               // it is not 0 as soon as a read fails
+    const Run* run;                     // [runs]: all rows, in order; none if no layer has a state
+    const Keep* keep;
+    int64_t runs;
 #if defined(ADAPTERS)
     const struct Adapters* adapters;    // see adapters.h; every row has one
 #endif
@@ -146,12 +182,30 @@ struct Routes {
     }
 };
 
+// The width of the first product of a layer with a state.
+inline int reads(const Model& m, const Layer& w) {
+    return w.delta.heads ? w.convolution.channels + w.delta.heads * (w.delta.dim + 2) : 3 * m.hidden;
+}
+
+// The width of what the last product of a layer's first part takes.
+inline int mixes(const Model& m, const Layer& w) {
+    return w.delta.heads ? w.delta.heads * w.delta.dim : w.convolution.kernel ? m.hidden : m.heads * m.dim;
+}
+
+// What a gated delta net computes of a row before the recurrence: queries, keys and values, [channels]; each head's
+// decay, and then its step, [heads]; the product of query and key, [key heads]. The results replace the values.
+inline int made_of(const Layer& w) {
+    return (w.convolution.channels + 2 * w.delta.heads + w.delta.key_heads + LANES - 1) / LANES * LANES;
+}
+
 // A step's scratch memory. `Rows` is the form of the products' operands: see products.h and tiles.h.
 template <class Rows>
 struct Scratch {
-    Rows h, mixed, inner;  // [rows, hidden]: normed; [rows, heads * dim]: attention's results; [rows, inner]: gated
+    Rows h, mixed, inner;  // [rows, hidden]: normed; [rows, heads * dim]: attention's results; [rows, inner]: gated.
+                           // `mixed` has room for the results of layers with a state, too
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
+    float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts;
     bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
@@ -164,9 +218,16 @@ struct Scratch {
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
         // The queries lie first, because callers read them between layers.
-        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);
+        int read = (m.heads + 2 * m.kv_heads) * m.dim, mix = m.heads * m.dim, more = 0;
+        for (int layer = 0; layer < m.layers; layer++) {
+            const Layer& w = m.layer[layer];
+            if (w.state >= 0) read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w));
+            more = std::max(more, w.delta.heads ? made_of(w) : w.gate ? m.heads * m.dim : 0);
+        }
+        q = take((int64_t)s.rows * read);
+        made = take((int64_t)s.rows * more);
         h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
-        mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
+        mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, mix)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
         y = take(m.layer[0].after.weight || m.layer[0].after_mlp.weight ? (int64_t)s.rows * m.hidden : 0);
@@ -178,7 +239,7 @@ struct Scratch {
     }
 };
 
-// Returns where a head's rows begin.
+// Returns where a head's rows begin. `layer` is a number among the layers with keys and values.
 inline char* rows_of(const Region& r, int layer, int kv, int head) {
     return r.base + layer * r.layer + kv * r.value + head * r.head[kv];
 }
@@ -186,15 +247,15 @@ inline char* rows_of(const Region& r, int layer, int kv, int head) {
 // Returns the address of a row. The row must not be encoded.
 template <class T>
 inline T* address(const Step& s, const Model& m, int64_t place, int layer, int kv, int head) {
-    return (T*)rows_of(s.regions[place >> 32], layer, kv, head) + (place & 0xffffffff) * m.dim;
+    return (T*)rows_of(s.regions[place >> 32], m.layer[layer].kv, kv, head) + (place & 0xffffffff) * m.dim;
 }
 
 // Copies rows of one head to another region. Encoded rows are decoded.
 template <class T>
 inline void bring(const Model& m, const Region& from, int64_t row, const Region& to, int64_t at, int64_t rows, int layer,
                   int kv, int head) {
-    const char* source = rows_of(from, layer, kv, head);
-    T* target = (T*)rows_of(to, layer, kv, head) + at * m.dim;
+    const char* source = rows_of(from, m.layer[layer].kv, kv, head);
+    T* target = (T*)rows_of(to, m.layer[layer].kv, kv, head) + at * m.dim;
     if (from.coding.bits) decode_rows(from.coding, source, kv, m.dim, row, rows, target);
     else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
 }

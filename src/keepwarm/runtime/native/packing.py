@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks, Packed
-from keepwarm.runtime.native.description import Experts, LayerParts, Mlp, Norm
-from keepwarm.runtime.native.structures import ExpertsRecord, LayerRecord, MlpRecord, NormRecord
+from keepwarm.runtime.native.description import Attention, Convolution, DeltaNet, Experts, LayerParts, Mlp, Norm
+from keepwarm.runtime.native.structures import (
+    ConvolutionRecord,
+    DeltaRecord,
+    ExpertsRecord,
+    LayerRecord,
+    MlpRecord,
+    NormRecord,
+)
 
 LANES = 16
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
@@ -35,25 +42,45 @@ class Packing:
         )
 
     def layer(self, parts: LayerParts) -> LayerRecord:
-        attention = parts.attention
-        reads = (attention.q, attention.k, attention.v)
+        mixer = parts.mixer
+        reads = mixer.reads
         biases = [torch.zeros(len(each.weight)) if each.bias is None else each.bias.float() for each in reads]
         has_bias = any(each.bias is not None for each in reads)
-        return LayerRecord(
+        record = LayerRecord(
             before=self.norm(parts.before),
-            q=self.norm(attention.q_norm),
-            k=self.norm(attention.k_norm),
             after=self.norm(parts.after),
             before_mlp=self.norm(parts.before_mlp),
             after_mlp=self.norm(parts.after_mlp),
             qkv_bias=self._floats(torch.cat(biases)) if has_bias else None,
-            o_bias=self._floats(attention.o.bias),
-            sinks=None if attention.sinks is None else self._floats(attention.sinks.float() * LOG2E),
+            o_bias=self._floats(mixer.o.bias),
             qkv=self.packed(*(part.weight for part in reads)),
-            o=self.packed(attention.o.weight),
+            o=self.packed(mixer.o.weight),
             mlp=MlpRecord() if parts.mlp is None else self._mlp(parts.mlp),
             experts=ExpertsRecord() if parts.experts is None else self._experts(parts.experts),
         )
+        if not isinstance(mixer, Attention):
+            self._recurrent(record, mixer)
+            return record
+        record.q, record.k = self.norm(mixer.q_norm), self.norm(mixer.k_norm)
+        record.sinks = None if mixer.sinks is None else self._floats(mixer.sinks.float() * LOG2E)
+        if mixer.gate is not None:
+            record.gate, record.gate_bias = self.packed(mixer.gate.weight), self._floats(mixer.gate.bias)
+        return record
+
+    def _recurrent(self, record: LayerRecord, mixer: Convolution | DeltaNet) -> None:
+        channels, kernel = mixer.weight.shape
+        weight = self._floats(mixer.weight.t())
+        record.convolution = ConvolutionRecord(weight, self._floats(mixer.bias), kernel, channels)
+        if isinstance(mixer, DeltaNet):
+            record.delta = DeltaRecord(
+                decay=self._floats(mixer.decay.float() * LOG2E),
+                step=self._floats(mixer.step),
+                norm=self._floats(mixer.norm.weight),
+                heads=mixer.heads,
+                key_heads=mixer.key_heads,
+                dim=mixer.dim,
+                key_dim=mixer.key_dim,
+            )
 
     def norm(self, norm: Norm | None) -> NormRecord:
         return NormRecord() if norm is None else NormRecord(self._floats(norm.weight), self._floats(norm.bias))

@@ -6,13 +6,14 @@ rows of one region. A *unit* is eight pages. Sequences that name the same pages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from keepwarm.core.codecs import CODING
 from keepwarm.core.lora import Lora
@@ -65,18 +66,28 @@ class Region:
         return self.base, self.value, self.layer, self.heads, self.coding
 
 
+@dataclass(frozen=True, eq=False)
+class Recurrent:
+    """The state of one sequence in each layer that has one, float32. A step writes the state behind its last token over
+    it. `kept` has room for the states behind earlier tokens, by position: those before which the step stands."""
+
+    layers: tuple[torch.Tensor, ...]
+    kept: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Sequenced:
     """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`.
 
     The kernels make the `moves` (records of `MOVE`) before they read the pages. Only regions without coding are written
-    to. `lora` is the adapter with which its tokens are computed.
+    to. `lora` is the adapter with which its tokens are computed. `state` is set in a model whose layers have one.
     """
 
     regions: tuple[Region, ...]
     pages: Places
     moves: npt.NDArray[Any] = field(default_factory=lambda: NO_MOVES)
     lora: Lora | None = None
+    state: Recurrent | None = None
 
 
 @dataclass(frozen=True)

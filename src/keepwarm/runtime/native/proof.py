@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.lora import Lora
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import UNIT
@@ -22,9 +24,11 @@ _BEHIND = 9  # so many of its rows follow the end of the longest such window, or
 _HOST = HostPort()
 
 
-def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int, lora: Lora | None = None) -> str:
-    """Return what changes a row's logits, keys or values although it must not; empty if nothing that was tried does.
-    All rows have the adapter `lora`.
+def variance(
+    lean: LeanDecoder, geometry: KVGeometry, vocabulary: int, lora: Lora | None = None, form: CacheForm = PLAIN
+) -> str:
+    """Return what changes a row's logits, keys, values or the state behind it although it must not; empty if nothing
+    that was tried does. All rows have the adapter `lora`. `form` says which layers have a state.
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
     end elsewhere, with tokens one by one, with other numbers of threads, and with another sequence in the same step.
@@ -34,33 +38,71 @@ def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int, lora: Lor
     tokens = token_ids([i * 7919 % vocabulary for i in range(count)])
     threads = torch.get_num_threads()
     every = [(number, split) for number in sorted({1, 2, threads}) for split in _SPLITS]
+    made = _Sequences(lean, geometry, replace(form, kernel_states=lean.states), lora)
     try:
-        logits, kept = _run(lean, geometry, tokens, [count], lora)
+        logits, kept = made.run(tokens, [count])
         for number, split in every:
             lean.threads = number
             ends = [*split, *range(_ROWS - 3, _ROWS + 1), *([count] if (number, split) == every[-1] else [])]
-            again, there = _run(lean, geometry, tokens[: ends[-1]], ends, lora)
-            if not torch.equal(logits[: ends[-1]], again) or not all(map(_begins_with, kept, there)):
+            again, there = made.run(tokens[: ends[-1]], ends)
+            if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
-        if not torch.equal(logits[:_ROWS], _together(lean, geometry, tokens[:_ROWS], lora)):
+        if not torch.equal(logits[:_ROWS], made.together(tokens[:_ROWS])):
             return "another sequence in the same step"
     finally:
         lean.threads = None
     return ""
 
 
-def _begins_with(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    return torch.equal(whole[:, :, : part.shape[2]], part)
+@dataclass(frozen=True)
+class _Kept:
+    """Keys and values of every layer, and the states behind some tokens, by position."""
+
+    planes: list[torch.Tensor]
+    states: dict[int, tuple[torch.Tensor, ...]]
 
 
-def _run(
-    lean: LeanDecoder, geometry: KVGeometry, tokens: TokenIds, ends: Sequence[int], lora: Lora | None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the logits of every row, and the keys and values of every layer."""
-    arena = Arena(geometry, len(tokens), _HOST)
-    arena.lora = lora
-    rows = [lean.step([tokens[a:b]], [a], [arena.sequenced()], range(b - a)) for a, b in pairwise([0, *ends])]
-    return torch.cat(rows), [tensor.clone() for tensor in _planes(arena)]
+def _begins_with(whole: _Kept, part: _Kept) -> bool:
+    planes = all(torch.equal(a[:, :, : b.shape[2]], b) for a, b in zip(whole.planes, part.planes, strict=True))
+    both = whole.states.keys() & part.states.keys()
+    return planes and all(all(map(torch.equal, whole.states[at], part.states[at])) for at in both)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Runs sequences in arenas of their own."""
+
+    lean: LeanDecoder
+    geometry: KVGeometry
+    form: CacheForm
+    lora: Lora | None
+
+    def run(self, tokens: TokenIds, ends: Sequence[int]) -> tuple[torch.Tensor, _Kept]:
+        """Return the logits of every row, and what is kept of the sequence: with one step, the state behind each of its
+        tokens; with several, those behind the last token of each."""
+        arena = self._arena(len(tokens))
+        states: dict[int, tuple[torch.Tensor, ...]] = {}
+        arena.states.wanted = frozenset(range(1, ends[0]) if len(ends) == 1 else ())
+        rows = []
+        for start, end in pairwise([0, *ends]):
+            sequence = arena.sequenced(end)
+            rows.append(self.lean.step([tokens[start:end]], [start], [sequence], range(end - start)))
+            if sequence.state is not None:
+                states |= dict(sequence.state.kept) | {end: tuple(layer.clone() for layer in sequence.state.layers)}
+            arena.advance(end)
+        return torch.cat(rows), _Kept([tensor.clone() for tensor in _planes(arena)], states)
+
+    def together(self, tokens: TokenIds) -> torch.Tensor:
+        """Return the logits of every row, with another sequence in the same step."""
+        other = tokens[::-1].copy()
+        arenas = [self._arena(len(tokens)) for _ in range(2)]  # they keep the memory that the step uses
+        places = [arena.sequenced() for arena in arenas]
+        return self.lean.step([other, tokens], [0, 0], places, range(len(tokens), 2 * len(tokens)))
+
+    def _arena(self, length: int) -> Arena:
+        arena = Arena(self.geometry, length, _HOST, form=self.form)
+        arena.lora = self.lora
+        return arena
 
 
 def _planes(arena: Arena) -> Iterator[torch.Tensor]:
@@ -69,12 +111,3 @@ def _planes(arena: Arena) -> Iterator[torch.Tensor]:
         assert layer.values is not None
         yield layer.keys
         yield layer.values
-
-
-def _together(lean: LeanDecoder, geometry: KVGeometry, tokens: TokenIds, lora: Lora | None) -> torch.Tensor:
-    arenas = [Arena(geometry, len(tokens), _HOST) for _ in range(2)]
-    for arena in arenas:
-        arena.lora = lora
-    other = tokens[::-1].copy()
-    places = [arena.sequenced() for arena in arenas]
-    return lean.step([other, tokens], [0, 0], places, range(len(tokens), 2 * len(tokens)))

@@ -33,13 +33,23 @@ class ExpertsRecord(ctypes.Structure):
     )
 
 
+class ConvolutionRecord(ctypes.Structure):
+    _fields_ = (*_pointers("weight", "bias"), *_integers("kernel", "channels"))
+
+
+class DeltaRecord(ctypes.Structure):
+    _fields_ = (*_pointers("decay", "step", "norm"), *_integers("heads", "key_heads", "dim", "key_dim"))
+
+
 class LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
-        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "qkv", "o"),
+        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "gate_bias", "qkv", "o", "gate"),
         ("mlp", MlpRecord),
         ("experts", ExpertsRecord),
-        *_integers("window", "unused"),
+        ("convolution", ConvolutionRecord),
+        ("delta", DeltaRecord),
+        *_integers("window", "kv", "state", "unused"),
     )
 
 
@@ -76,6 +86,7 @@ class StepRecord(ctypes.Structure):
     _fields_ = (
         *_integers("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places"),
         *_pointers("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted"),
-        *_pointers("scratch", "logits", "take", "job", "wrong"),
+        *_pointers("scratch", "logits", "take", "job", "wrong", "run", "keep"),
+        ("runs", ctypes.c_int64),
         *_pointers("adapters"),  # the library without adapters does not know of it
     )

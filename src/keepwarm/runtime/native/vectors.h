@@ -83,6 +83,23 @@ inline Vec exp2v(Vec x) {
     return (Vec)((VecI)p + (n << 23));
 }
 
+inline Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f))); }
+
+// Returns log(1 + e^x). With f near 0, log(1 + f) = 2 artanh(f / (2 + f)), by five terms of its series.
+inline Vec softplus(Vec x) {
+    const Vec raised = exp2v((x > splat(20.f) ? splat(20.f) : x) * splat(1.44269504f)), sum = raised + splat(1.f);
+    const VecI n = ((VecI)sum - 0x3f400000) >> 23;  // sum 2^-n is in [0.75, 1.5)
+    const Vec part = (Vec)((VecI)sum - (n << 23)), f = n == 0 ? raised : part - splat(1.f);
+    const Vec s = f / (f + splat(2.f)), z = s * s;
+    Vec p = splat(2.f / 9);
+    p = fma(p, z, splat(2.f / 7));
+    p = fma(p, z, splat(2.f / 5));
+    p = fma(p, z, splat(2.f / 3));
+    p = fma(p, z, splat(2.f));
+    const Vec found = fma(__builtin_convertvector(n, Vec), splat(0.693147181f), p * s);
+    return x > splat(20.f) ? x : found;
+}
+
 inline Vec silu(Vec x) { return x * (splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f)))); }
 
 // Returns cap tanh(x / cap), where tanh u = 1 - 2 / (1 + e^2u).

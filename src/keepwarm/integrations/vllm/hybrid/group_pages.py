@@ -1,4 +1,4 @@
-"""One group's pages as a `vllm.page_copies.Pages`."""
+"""One group's pages as a `vllm.page_copies.Pages`, or on a device as a `vllm.device_pages.DevicePages`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from keepwarm.integrations.vllm.device_pages import DevicePages
 from keepwarm.integrations.vllm.hybrid.groups import Group
 from keepwarm.integrations.vllm.hybrid.naming import STATE_TOKENS
+from keepwarm.integrations.vllm.memory import distinct, pages_of
 from keepwarm.integrations.vllm.page_copies import Pages
 
 
@@ -17,7 +19,7 @@ class GroupPages:
     def __init__(self, group: Group, views: Mapping[str, torch.Tensor]) -> None:
         """`views` are those of all layers: `[pages, heads, page_size, width]`, or states of `[pages, 1, 1, bytes]`.
         Raises ValueError for an unexpected layout."""
-        own = _distinct({name: views[name] for name in group.layers if name in views})
+        own = distinct({name: views[name] for name in group.layers if name in views})
         if not own:
             raise ValueError(f"vLLM registered no memory for group {group.number} ({group.kind})")
         if group.kind == "state":
@@ -29,23 +31,15 @@ class GroupPages:
             raise ValueError(
                 f"layers of group {group.number} have pages of {[cut, *sizes]} tokens in blocks of {whole}"
             )
-        self._cuts = whole // cut
-        self.memory = Pages(own, cut)
+        memory = pages_of(own, cut)
+        if isinstance(memory, DevicePages) and cut != whole:  # there a block is moved as a whole
+            memory = pages_of(own, whole)
+        self._cuts = whole // memory.page_size
+        self.memory: Pages | DevicePages = memory
 
     def of(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return the pages that make up vLLM's blocks."""
         return [block * self._cuts + cut for block in blocks for cut in range(self._cuts)]
-
-
-def _distinct(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the views without those of layers that read another layer's KV."""
-    known: set[tuple[int, torch.Size]] = set()
-    own = {}
-    for name, view in views.items():
-        if (place := (view.data_ptr(), view.shape)) not in known:
-            known.add(place)
-            own[name] = view
-    return own
 
 
 def _state_rows(name: str, view: torch.Tensor) -> torch.Tensor:

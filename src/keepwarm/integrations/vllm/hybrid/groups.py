@@ -61,6 +61,7 @@ class Group:
 def groups_of(kv_cache_config: Any, config: Any) -> tuple[Group, ...]:
     """Return the groups that vLLM made. Raises ConfigError, with the reason, if they cannot be stored."""
     groups = kv_cache_config.kv_cache_groups
+    _check_positions(config.parallel_config)
     found = tuple(_group(number, group) for number, group in enumerate(groups))
     if not found:
         raise ConfigError("this model keeps no KV that Keepwarm could store: run it without the connector")
@@ -103,16 +104,20 @@ def _span(spec: Any, kind: Kind) -> int:
     return int(spec.attention_chunk_size) if kind == "chunks" else 0
 
 
+def _check_positions(parallel: Any) -> None:
+    """Raise ConfigError where a page does not hold the KV of consecutive tokens."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"{name} is {size}: each rank then holds other tokens of a page, and Keepwarm would store them under "
+                "wrong names. Set it to 1, or run without the connector"
+            )
+
+
 def _check(groups: Sequence[Any], found: Sequence[Group], config: Any) -> None:
     """Raise ConfigError for groups that would be stored or loaded wrongly, or were never tried."""
-    parallel = config.parallel_config
-    sizes = (
-        parallel.pipeline_parallel_size,
-        parallel.decode_context_parallel_size,
-        parallel.prefill_context_parallel_size,
-    )
     for is_so, why in (
-        (any(size > 1 for size in sizes), "under pipeline or context parallelism ranks hold other groups or positions"),
+        (config.parallel_config.pipeline_parallel_size > 1, "under pipeline parallelism ranks hold other groups"),
         (any(group.is_eagle_group for group in groups), "a drafter's last page changes after it was stored"),
         (
             any(g.host_resident or not g.enable_kv_transfer or g.role != KVCacheGroupRole.DEFAULT for g in groups),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-
 from keepwarm.core.ports import BlockRef
 from keepwarm.integrations.vllm.messages import Prefix
 
@@ -44,7 +42,7 @@ class PartsSave:
 
 
 @dataclass
-class PartsStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+class PartsStep:
     """The work of one scheduler step. `names` are the roots of the names that the scheduler looks up, by rank."""
 
     names: tuple[bytes, ...] = ()

@@ -10,8 +10,8 @@ from keepwarm.core.blocks import Block, Chain, TokenIds, chain
 from keepwarm.core.identity import Namespace, canonical_json, digest
 from keepwarm.integrations.vllm.hybrid.groups import Group
 from keepwarm.integrations.vllm.hybrid.messages import Part
-from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.messages import Prefix
+from keepwarm.integrations.vllm.variants import variant_of
 
 STATE_TOKENS = 2  # a state's bytes have the layout of this many tokens: the last ones, compared on load
 

@@ -71,6 +71,10 @@ class PartsScheduler:
         self._last_saves: list[PartsSave] = []
         self._asking = ThreadPoolExecutor(4, thread_name_prefix="keepwarm-vllm-lookup")
 
+    def rename(self, namespaces: Sequence[Namespace]) -> None:
+        """Look up in these namespaces from now on."""
+        self._finder = Finder(self._archive, namespaces, self._groups)
+
     def close(self) -> None:
         self._asking.shutdown(wait=False, cancel_futures=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,18 +14,20 @@ import torch
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.identity import Namespace
-from keepwarm.core.ports import BlockRef
+from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, StoreStalled
+from keepwarm.integrations.vllm.counts import TransferStats
+from keepwarm.integrations.vllm.device_loading import DeviceLoading, Piece
+from keepwarm.integrations.vllm.device_pages import DevicePages
 from keepwarm.integrations.vllm.hybrid.finding import where
 from keepwarm.integrations.vllm.hybrid.group_pages import GroupPages
 from keepwarm.integrations.vllm.hybrid.groups import Group
 from keepwarm.integrations.vllm.hybrid.messages import Part, PartsLoad, PartsStep
 from keepwarm.integrations.vllm.hybrid.naming import blocks_of, group_namespace
-from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.loading import Loading, Source
 from keepwarm.integrations.vllm.messages import Prefix
-from keepwarm.integrations.vllm.metrics import TransferStats
 from keepwarm.integrations.vllm.page_copies import Staged
+from keepwarm.integrations.vllm.variants import variant_of
 from keepwarm.runtime.native.reads import CachedReads, cached_reads
 from keepwarm.store.archive import Archive
 
@@ -38,7 +41,7 @@ class _Arriving:
     """One request's loads. They count only if all succeed."""
 
     count: int  # tokens
-    loads: list[Loading] = field(default_factory=list)
+    loads: list[Loading | DeviceLoading] = field(default_factory=list)
 
     def is_over(self) -> bool:
         return all(loading.is_over() for loading in self.loads)
@@ -74,6 +77,9 @@ class PartsWorker:
             for loading in arriving.loads:
                 loading.wanted = False
         self._loader.shutdown(wait=True, cancel_futures=True)
+        for group in self._memory:
+            if isinstance(group.memory, DevicePages):
+                group.memory.drain()
 
     # ---- loading ----
 
@@ -85,17 +91,28 @@ class PartsWorker:
             for part in load.parts:
                 arriving.loads.append(self._begin(load, part, deadline))
 
-    def _begin(self, load: PartsLoad, part: Part, deadline: float) -> Loading:
+    def _begin(self, load: PartsLoad, part: Part, deadline: float) -> Loading | DeviceLoading:
         group, pages = self._groups[part.group], self._memory[part.group]
         blocks = blocks_of(group, self._namespaces[part.group], load.prefix, part)
         positions = range(blocks[0].start, blocks[-1].end)
+        if isinstance(pages.memory, DevicePages):
+            began = pages.memory.port.current().record()
+            there = DeviceLoading(pages.memory, pages.of(part.pages), positions, deadline, began)
+            there.begin(self._loader.submit(self._load_whole, load.prefix, part, blocks, there))
+            return there
         is_far = any(ref.tier in self._archive.remotes.names for ref in part.found[self._rank])
         native, straight = self._native[part.group], not (is_far and self._keeps)
         sink = Loading(pages.memory, pages.of(part.pages), positions, deadline, None, native, straight=straight)
         sink.begin(self._loader.submit(self._load, load.prefix, part, blocks, sink))
         return sink
 
-    def _load(self, prefix: Prefix, part: Part, blocks: Sequence[Block], sink: Loading) -> dict[str, int]:
+    def _load_whole(
+        self, prefix: Prefix, part: Part, blocks: Sequence[Block], loading: DeviceLoading
+    ) -> dict[str, int]:
+        (piece,) = loading.pieces(sys.maxsize)
+        return self._load(prefix, part, blocks, piece)
+
+    def _load(self, prefix: Prefix, part: Part, blocks: Sequence[Block], sink: Loading | Piece) -> dict[str, int]:
         """Load, and return tokens by tier. Runs in a loader's thread."""
         kept = False
         try:
@@ -110,6 +127,7 @@ class PartsWorker:
                     raise
                 sink.straight = not self._keeps  # it may come from a remote tier now
                 taken = self._take([found[block.exact] for block in blocks], blocks, sink)
+            sink.arrived()
             if self._keeps and not taken.keys().isdisjoint(self._archive.remotes.names):
                 kept = True
                 self._put(prefix, part, blocks, sink.staged)
@@ -118,7 +136,7 @@ class PartsWorker:
             if not kept:
                 sink.staged.release()
 
-    def _take(self, refs: Sequence[BlockRef], blocks: Sequence[Block], sink: Loading) -> dict[str, int]:
+    def _take(self, refs: Sequence[BlockRef], blocks: Sequence[Block], sink: KVSink) -> dict[str, int]:
         tokens = np.concatenate([block.tokens for block in blocks])
         return self._archive.load(refs, tokens, blocks[-1].end, sink)
 
@@ -162,7 +180,7 @@ class PartsWorker:
         blocks = blocks_of(self._groups[part.group], self._namespaces[part.group], prefix, part)
         pages = self._memory[part.group]
         staged = pages.memory.stage(blocks[-1].end - blocks[0].start)
-        pages.memory.read(staged, pages.of(part.pages))
+        pages.memory.read(staged, pages.of(part.pages))  # on a device, the next step waits for the copies there
         self._put(prefix, part, blocks, staged)
         return part.end - part.start
 

@@ -8,12 +8,26 @@ from collections.abc import Iterator
 import torch
 
 from keepwarm.runtime.native.blocks import COLUMNS, Blocks
-from keepwarm.runtime.native.description import ACTIVATIONS, Description, LayerParts, Linear, Mlp, NotCovered
+from keepwarm.runtime.native.description import (
+    ACTIVATIONS,
+    Attention,
+    Convolution,
+    DeltaNet,
+    Description,
+    LayerParts,
+    Linear,
+    Mixer,
+    Mlp,
+    Norm,
+    NotCovered,
+)
 
 _DIMS = (16, 32, 64, 128, 256)
 _LANES = 16
 _DEEP = 32  # the matrix units multiply so many elements at once
 _MOST_EXPERTS = 1024  # as in model.h
+_MOST_INPUTS = 8  # as in recurrent.h
+_MOST_KEYS = 256  # as in delta.h
 
 _Tensor = torch.Tensor | Blocks | None
 _Shape = tuple[str, _Tensor, tuple[int, ...]]  # a tensor's name, itself, and the shape that it must have
@@ -37,6 +51,8 @@ def check(found: Description, layers: int) -> None:
         raise NotCovered(f"a rotary embedding of {found.rotary} dims")
     if found.experts:
         _check_experts(found)
+    if found.recurrent:
+        _check_recurrent(found)
 
 
 def _check_blocks(found: Description) -> None:
@@ -73,16 +89,45 @@ def _check_experts(found: Description) -> None:
             raise NotCovered(f"{layer.experts.chosen} of {len(layer.experts.router.weight)} experts")
 
 
+def _check_recurrent(found: Description) -> None:
+    """Check layers with a state. Their results share scratch memory with those of attention, so all widths must fill
+    whole tiles, as in a model with experts."""
+    hidden, kernels = found.head.shape[1], {each.weight.shape[1] for each in found.recurrent}
+    if any(isinstance(linear.weight, Blocks) for each in found.recurrent for linear in each.products):
+        raise NotCovered("layers with a state and weights in blocks")
+    nets = [each for each in found.recurrent if isinstance(each, DeltaNet)]
+    widths = {hidden, found.heads * found.dim, *(net.heads * net.dim for net in nets)}
+    if any(width % _DEEP for width in widths):
+        raise NotCovered("layers with a state, and widths that are no multiple of 32")
+    if not 1 < min(kernels) <= max(kernels) <= _MOST_INPUTS:
+        raise NotCovered(f"short convolutions over more than {_MOST_INPUTS} inputs, or one")
+    if found.parallel:
+        raise NotCovered("layers with a state beside an MLP")
+    for net in nets:
+        if net.dim % _LANES or net.key_dim % _LANES or net.key_dim > _MOST_KEYS or net.heads % net.key_heads:
+            raise NotCovered(f"a delta net of {net.heads} heads of {net.key_dim} by {net.dim}, {net.key_heads} of keys")
+
+
 def _check_shapes(found: Description) -> None:
-    hidden, first = found.head.shape[1], found.layers[0]
+    hidden = found.head.shape[1]
+    if not found.attentions:
+        raise NotCovered("no layer with attention")
     _refuse("the model", "embeddings", found.embedding, tuple(found.head.shape))
     _refuse("the model", "the last norm", found.norm.weight, (hidden,))
     _refuse("the model", "the last norm's bias", found.norm.bias, (hidden,))
     for at, layer in enumerate(found.layers):
         for name, tensor, shape in _shapes(found, layer):
             _refuse(f"layer {at}", name, tensor, shape)
-        if [norm is None for norm in layer.norms] != [norm is None for norm in first.norms]:
-            raise NotCovered(f"layer {at} has norms elsewhere than layer 0")
+        first = next(at for at, other in enumerate(found.layers) if type(other.mixer) is type(layer.mixer))
+        for other in {0, first}:  # norms of queries and keys are those of the first layer that has attention
+            if _norms(layer, found.layers[other]) != _norms(found.layers[other], layer):
+                raise NotCovered(f"layer {at} has norms elsewhere than layer {other}")
+
+
+def _norms(layer: LayerParts, beside: LayerParts) -> list[bool]:
+    """Return which norms a layer has, of those that both may have."""
+    norms = layer.norms if type(layer.mixer) is type(beside.mixer) else layer.own_norms
+    return [norm is not None for norm in norms]
 
 
 def _refuse(where: str, name: str, tensor: _Tensor, shape: tuple[int, ...]) -> None:
@@ -92,19 +137,10 @@ def _refuse(where: str, name: str, tensor: _Tensor, shape: tuple[int, ...]) -> N
 
 def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
     """Yield the tensors of one layer. All MLPs are as wide as the first one, unless there are experts."""
-    hidden, attention = found.head.shape[1], layer.attention
-    queries, keys = found.heads * found.dim, found.kv_heads * found.dim
-    yield from _linear("q", attention.q, queries, hidden)
-    yield from _linear("k", attention.k, keys, hidden)
-    yield from _linear("v", attention.v, keys, hidden)
-    yield from _linear("o", attention.o, hidden, queries)
-    yield "sinks", attention.sinks, (found.heads,)
-    heads = (queries, keys) if found.wide_norms else (found.dim, found.dim)
-    names = ("before", "after", "before_mlp", "after_mlp", "q_norm", "k_norm")
-    for name, norm, width in zip(names, layer.norms, (*(hidden,) * 4, *heads), strict=True):
-        if norm is not None:
-            yield name, norm.weight, (width,)
-            yield f"{name}'s bias", norm.bias, (width,)
+    hidden = found.head.shape[1]
+    yield from _mixer(found, layer.mixer, hidden)
+    for name, norm in zip(("before", "after", "before_mlp", "after_mlp"), layer.own_norms, strict=True):
+        yield from _norm(name, norm, hidden)
     if layer.mlp is not None:
         own = layer.mlp if found.experts else found.mlps[0]
         yield from _mlp("", layer.mlp, (own.down.weight.shape[-1], hidden))
@@ -113,6 +149,53 @@ def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
         yield from _linear("router", layer.experts.router, count, hidden)
         yield "the shared expert's gate", layer.experts.gate, (1, hidden)
         yield from _mlp("experts' ", layer.experts.all, (inner, hidden), (count,))
+
+
+def _mixer(found: Description, mixer: Mixer, hidden: int) -> Iterator[_Shape]:
+    if isinstance(mixer, Convolution):
+        yield from _linear("the convolution's first product", mixer.read, 3 * hidden, hidden)
+        yield from _linear("the convolution's last product", mixer.o, hidden, hidden)
+        yield "the convolution", mixer.weight, (hidden, mixer.weight.shape[-1])
+        yield "the convolution's bias", mixer.bias, (hidden,)
+    elif isinstance(mixer, DeltaNet):
+        yield from _delta_net(mixer, hidden)
+    else:
+        yield from _attention(found, mixer, hidden)
+
+
+def _delta_net(net: DeltaNet, hidden: int) -> Iterator[_Shape]:
+    values = net.heads * net.dim
+    channels = 2 * net.key_heads * net.key_dim + values
+    rows = sum(each.weight.shape[0] for each in net.reads)
+    whole = torch.empty(rows, hidden, device="meta")
+    yield "the delta net's first products", whole, (channels + values + 2 * net.heads, hidden)
+    for each in net.reads:
+        yield from _linear("a delta net's product", each, each.weight.shape[0], hidden)
+    yield from _linear("the delta net's last product", net.o, hidden, values)
+    yield "the convolution", net.weight, (channels, net.weight.shape[-1])
+    yield "the convolution's bias", net.bias, (channels,)
+    yield "the delta net's steps", net.step, (net.heads,)
+    yield from _norm("the delta net's norm", net.norm, net.dim)
+
+
+def _attention(found: Description, mixer: Attention, hidden: int) -> Iterator[_Shape]:
+    queries, keys = found.heads * found.dim, found.kv_heads * found.dim
+    yield from _linear("q", mixer.q, queries, hidden)
+    yield from _linear("k", mixer.k, keys, hidden)
+    yield from _linear("v", mixer.v, keys, hidden)
+    yield from _linear("o", mixer.o, hidden, queries)
+    if mixer.gate is not None:
+        yield from _linear("gate", mixer.gate, queries, hidden)
+    yield "sinks", mixer.sinks, (found.heads,)
+    heads = (queries, keys) if found.wide_norms else (found.dim, found.dim)
+    yield from _norm("q_norm", mixer.q_norm, heads[0])
+    yield from _norm("k_norm", mixer.k_norm, heads[1])
+
+
+def _norm(name: str, norm: Norm | None, width: int) -> Iterator[_Shape]:
+    if norm is not None:
+        yield name, norm.weight, (width,)
+        yield f"{name}'s bias", norm.bias, (width,)
 
 
 def _mlp(name: str, mlp: Mlp, shape: tuple[int, int], many: tuple[int, ...] = ()) -> Iterator[_Shape]:

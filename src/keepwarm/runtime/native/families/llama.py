@@ -58,11 +58,13 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
     facts = {
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "dim": alike([layer.self_attn.head_dim for layer in body.layers], "head widths"),
         "embedding": weight(body.embed_tokens),
         "head": weight(model.lm_head),
-        "norm": norm(body.norm),
     }
+    if "dim" not in others:
+        facts["dim"] = alike([layer.self_attn.head_dim for layer in body.layers], "head widths")
+    if "norm" not in others:
+        facts["norm"] = norm(body.norm)
     if "tables" not in others:
         facts["tables"] = (table(body.rotary_emb, others.get("interleaved", False)),)
     facts |= others

@@ -1,0 +1,94 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets in most layers, and attention with gated results in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.description import (
+    Attention,
+    DeltaNet,
+    Description,
+    LayerParts,
+    Linear,
+    Norm,
+    NotCovered,
+    alike,
+)
+from keepwarm.runtime.native.families import experts, llama
+
+_MORE = 1.0  # norms add one to their weights; the delta net's own does not
+_SHAPE = ("padding", "stride", "dilation", "kernel_size")
+
+
+def describe(model: Any) -> Description:
+    layers = tuple(
+        LayerParts(
+            _delta_net(layer.linear_attn) if layer.block_type == "linear_attention" else _attention(layer.self_attn),
+            before=llama.norm(layer.input_layernorm, _MORE),
+            before_mlp=llama.norm(layer.post_attention_layernorm, _MORE),
+            **experts.parts_of(layer.mlp),
+        )
+        for layer in model.model.layers
+    )
+    dims = [layer.self_attn.head_dim for layer in model.model.layers if layer.block_type == "full_attention"]
+    norm = llama.norm(model.model.norm, _MORE)
+    return llama.described(model, layers, dim=alike(dims, "head widths"), norm=norm)
+
+
+def _attention(module: Any) -> Attention:
+    """Return attention whose first weight has, head by head, the query and then the gate."""
+    if module.q_proj.out_features != 2 * module.o_proj.in_features:
+        raise NotCovered("attention without gates")
+    q, gate = (_part(module.q_proj, [module.head_dim] * 2, at) for at in range(2))
+    k, v, o = map(llama.linear, (module.k_proj, module.v_proj, module.o_proj))
+    q_norm, k_norm = llama.norm(module.q_norm, _MORE), llama.norm(module.k_norm, _MORE)
+    return Attention(q, k, v, o, module.scaling, q_norm, k_norm, gate=gate)
+
+
+def _part(module: nn.Linear, sizes: Sequence[int], at: int) -> Linear:
+    """Return one of the parts that a product has for each head, `sizes` outputs each."""
+    weight, bias = module.weight.detach(), module.bias
+    rows = torch.arange(len(weight)).unflatten(0, (-1, sum(sizes))).split([*sizes], dim=1)[at].reshape(-1)
+    return Linear(weight[rows], None if bias is None else bias.detach()[rows])
+
+
+def _delta_net(module: Any) -> DeltaNet:
+    conv, kernel = module.conv1d, module.conv_kernel_size
+    usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
+    if any(getattr(conv, name) != getattr(usual, name) for name in _SHAPE) or module.activation != "silu":
+        raise NotCovered("a delta net with another convolution")
+    if getattr(module.norm, "activation", "silu") != "silu":
+        raise NotCovered("a delta net with another gate")
+    return DeltaNet(
+        reads=_reads(module),
+        weight=conv.weight.detach().flatten(1),
+        bias=None if conv.bias is None else conv.bias.detach(),
+        decay=-module.A_log.detach().float().exp(),
+        step=module.dt_bias.detach(),
+        norm=_plain_norm(module.norm),
+        o=llama.linear(module.out_proj),
+        key_heads=module.num_k_heads,
+        key_dim=module.head_k_dim,
+    )
+
+
+def _plain_norm(module: Any) -> Norm:
+    found = llama.norm(module)
+    assert found is not None
+    return found
+
+
+def _reads(module: Any) -> tuple[Linear, ...]:
+    """Return the first products in the kernels' order. Qwen3-Next has them by head of keys."""
+    if hasattr(module, "in_proj_qkv"):
+        return tuple(map(llama.linear, (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)))
+    each = module.num_v_heads // module.num_k_heads
+    sizes = [module.head_k_dim] * 2 + [each * module.head_v_dim] * 2
+    return (
+        *(_part(module.in_proj_qkvz, sizes, at) for at in range(4)),
+        *(_part(module.in_proj_ba, [each] * 2, at) for at in range(2)),
+    )

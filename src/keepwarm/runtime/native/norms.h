@@ -1,0 +1,26 @@
+// Norms of one row.
+#pragma once
+
+#include <cmath>
+
+#include "model.h"
+
+namespace {
+
+template <bool CENTRED, class Put>
+inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put put) {
+    Vec mean{}, square{};
+    if constexpr (CENTRED) {
+        for (int i = 0; i < n; i += LANES) mean += load(x + i);
+        mean = splat(sum(mean) / n);
+    }
+    const auto centred = [&](int i) { return CENTRED ? load(x + i) - mean : load(x + i); };
+    for (int i = 0; i < n; i += LANES) { const Vec v = centred(i); square = fma(v, v, square); }
+    const Vec factor = splat(1.f / std::sqrt(sum(square) / n + epsilon));
+    if (norm.bias)
+        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i) + load(norm.bias + i));
+    else
+        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
+}
+
+}  // namespace
