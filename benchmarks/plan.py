@@ -48,9 +48,9 @@ _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
 STEPS = (
     Step(
         "ttft",
-        ("{python} benchmarks/ttft.py --prefix 512 1024 2048 3000 6000 --step 2048 --rounds 9 --output {out}",),
+        ("{python} benchmarks/ttft.py --prefix 512 1024 2048 3000 6000 --step 2048 --rounds 7 --output {out}",),
         ("ttft.jsonl",),
-        8,
+        6,
         quick="--prefix 64 --rounds 1",
     ),
     Step(
@@ -83,7 +83,7 @@ STEPS = (
     ),
     Step(
         "floor",
-        ("{python} benchmarks/floor.py --prefix 512 2048 --rounds 9 --output {out}",),
+        ("{python} benchmarks/floor.py --prefix 512 2048 --rounds 7 --output {out}",),
         ("floor.jsonl",),
         4,
         quick="--prefix 64 --rounds 1",
@@ -206,16 +206,15 @@ STEPS = (
         "prove",
         ("{python} benchmarks/peers/prove.py --work {work} --output {out}/prove.jsonl",),
         ("prove.jsonl",),
-        6,
-        ("peer vllm", "peer llama-server"),
+        4,
+        ("peer vllm",),
         "--servers keepwarm --new 4",
-        holds=('"server": "vllm-eager"', '"server": "llama.cpp"'),
     ),
     Step(
         "field",
         ("{python} benchmarks/field.py --work {work} --output {out}/field.jsonl",),
         ("field.jsonl",),
-        9,
+        8,
         ("peer vllm",),
         "--servers keepwarm --tools long_doc_qa",
         holds=tuple(f'"tool": "{tool}", "server": "vllm"' for tool in _FIELD),
