@@ -48,7 +48,7 @@ function said(one, now) {
 }
 
 function axis(last) {
-  const marks = ticks(last).filter((mark) => mark < 0.9 * last);
+  const marks = ticks(last).filter((mark) => mark < 0.82 * last);
   return h("div", {class: "axis", "aria-hidden": "true"}, h("span", {class: "axis-name"}, "tokens"),
     h("div", {class: "scale"}, [...marks, last].map((mark) => h("span", {style: {left: `${(100 * mark) / last}%`}}, count(mark)))));
 }
