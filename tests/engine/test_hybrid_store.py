@@ -1,5 +1,6 @@
 """Hybrids over what happens to a store: damage, purges, pins, bundles, remote tiers. The answer is the same to the bit,
-and reuse ends at the last snapshot that is left."""
+and reuse ends at the last snapshot that is left. The model runs through transformers; for the compiled kernels see
+test_recurrent_kernels.py."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FIRST, SECOND = asked("Which pier is the largest?"), asked("And the smallest one
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Any) -> Any:
-    return hybrid(), tokenizer
+    return hybrid("granitemoehybrid"), tokenizer
 
 
 def opened(model: Any, store: Path | None, **settings: Any) -> Engine:
@@ -147,7 +148,7 @@ def test_a_state_that_verifies_and_means_nothing_is_met_once(
 def test_a_snapshot_of_another_model_is_not_taken_for_ones_own(
     model: Any, tokenizer: Any, cold: Generation, stored: Stored
 ) -> None:
-    with opened((hybrid(seed=1), tokenizer), stored.folder) as other:
+    with opened((hybrid("granitemoehybrid", seed=1), tokenizer), stored.folder) as other:
         assert ask(other, FIRST).cached_tokens == 0
         other.flush()
         theirs = [entry for entry in states(other) if entry.end == stored.last]

@@ -196,3 +196,20 @@ def test_chunks_and_adapters_are_refused(model: Any, tokenizer: Any, tmp_path: P
         Engine.from_pretrained((model, tokenizer), reuse="chunks")
     with Engine.from_pretrained((model, tokenizer)) as one, pytest.raises(UnsupportedModel, match="recurrent state"):
         one.adapters.load("some", tmp_path)
+
+
+def test_with_few_snapshots_one_stands_at_the_end_of_what_others_share(engine: Callable[..., Engine]) -> None:
+    """The system prompt ends inside a page, so the snapshot stands before that page."""
+    system = {"role": "system", "content": "The harbour opens at six. " * 30}
+    with engine(snapshot_budget=0.01) as opened:
+        asked = [[system, {"role": "user", "content": f"{word} " * 150}] for word in ("pier", "ship", "tide")]
+        opened.generate(messages=asked[0], max_new_tokens=1)
+        opened.flush()
+        for chat in asked[1:]:
+            found = opened.generate(messages=chat, max_new_tokens=2, trace=True)
+            shared = opened.explain(messages=[system]).prompt_tokens
+            assert shared - 64 < found.cached_tokens <= shared
+            assert (
+                found.logits_digest
+                == opened.generate(messages=chat, max_new_tokens=2, trace=True, reuse="off").logits_digest
+            )

@@ -61,10 +61,11 @@ def examine(model_type: str, folder: Path) -> dict[str, Any]:
 
 def _kept(loaded: LoadedModel) -> dict[str, Any]:
     """What was measured at load."""
+    usual = loaded.form if loaded.uncached_reason else probe(Runner(loaded.model, None)).form
     return {
         "keeps": _words(loaded),
         "bytes_per_token": loaded.geometry.bytes_per_token,
-        "state_bytes": probe(Runner(loaded.model, None)).form.state_bytes,  # as transformers keeps it
+        "state_bytes": usual.state_bytes,  # as transformers keeps it
         "arithmetic": "invariant" if loaded.runner.is_invariant else "scheduled",
     }
 

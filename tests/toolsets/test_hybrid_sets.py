@@ -44,7 +44,7 @@ def test_a_set_its_edit_and_a_restart_answer_as_without_the_cache(opened: Callab
                 assert (warm.logits_digest, warm.exactness) == (cold.logits_digest, "exact")
                 report = registered.report
                 assert report is not None
-                assert warm.cached_tokens >= report.tokens
+                assert warm.cached_tokens >= report.tokens // 32 * 32  # the compiled kernels go on from a page's end
                 assert not last or not report.recomputed_tokens
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from keepwarm.compiler.emit import Fresh
 from keepwarm.core.plan import LinkPlan
+from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.snapshots import PURPOSE, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
 from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
@@ -44,7 +46,7 @@ class Snapshots:
             self.archive.contents.count("snapshots_missed")
         prompt, ends = linked.prompt, linked.blocks.ends
         most = affordable(len(prompt.tokens), self.bytes_per_token, self.nbytes, self.budget)
-        found = wanted(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
+        found = wanted(ends, _reachable(linked), parted, plan.prefix_end, most, whole=whole)
         arena.states.wanted = frozenset(found)
 
     def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
@@ -57,7 +59,7 @@ class Snapshots:
         stored, nbytes = plan.snapshots.stored, max(snapshot.nbytes for snapshot in new.values())
         most = affordable(max(names), self.bytes_per_token, nbytes, self.budget)
         every = {*stored, *new}
-        gone = superfluous(every, shared_end(linked.prompt.breakpoints, every), most)
+        gone = superfluous(every, shared_end(_reachable(linked), every), most)
         space = replace(linked.namespace, purpose=PURPOSE)
         for at in sorted(new.keys() - set(gone), reverse=True):  # the last first: a full queue drops the rest
             block, name = names[at]
@@ -73,3 +75,13 @@ class Snapshots:
         self.archive.contents.count("snapshots_taken", len(new))
         if dropped := [stored[at].id for at in gone if at in stored]:
             self.archive.discard(dropped)
+
+
+def _reachable(linked: Linked) -> list[Breakpoint]:
+    """Return a prompt's breakpoints, each at the last block's end up to it. Only there can another prompt continue.
+    Under scheduled arithmetic every breakpoint that counts is a block's end."""
+    points, ends = linked.prompt.breakpoints, linked.blocks.ends
+    if not linked.grid.inside:
+        return list(points)
+    places = [bisect_right(ends, point.position) for point in points]
+    return [point._replace(position=ends[at - 1]) for point, at in zip(points, places, strict=True) if at]
