@@ -181,6 +181,49 @@ def test_nothing_begins_after_a_load_was_given_up(archive: Archive, port: Advers
     assert port.faults == []
 
 
+def test_copies_of_a_plan_that_failed_are_waited_for(archive: Archive, port: AdversarialPort) -> None:
+    """A part of them may be queued, and the pages belong to others soon."""
+    worker = Worker(archive, port)
+    memory, real = worker.half._pages, port.copy_all
+    assert isinstance(memory, DevicePages)
+    loading = DeviceLoading(memory, TO, range(len(TO) * PAGE), time.monotonic() + 60, port.current().record())
+
+    def half(plan: Copies, stream: Any) -> None:
+        cut = len(plan) // 2
+        real(Copies(plan.sources[:cut], plan.targets[:cut], plan.sizes[:cut], plan.inward), stream)
+        raise RuntimeError("the second call failed")
+
+    port.copy_all = half  # type: ignore[method-assign]
+    (piece,) = loading.pieces()
+    piece.staged.plane(0, 0)[...] = 7
+    with pytest.raises(RuntimeError):
+        piece.arrived()
+    loading._give_up()
+    worker.compute(TO, 5)
+    expected = worker.content(TO)
+    for stream in port.busy():
+        stream.run_to(None)
+    assert torch.equal(worker.content(TO), expected)
+    assert port.faults == []
+
+
+def test_a_load_stages_only_a_few_pieces_before_their_copies_are_done(archive: Archive, port: AdversarialPort) -> None:
+    worker = Worker(archive, port)
+    memory, pages = worker.half._pages, tuple(range(PAGES))
+    assert isinstance(memory, DevicePages)
+    loading = DeviceLoading(memory, pages, range(PAGES * PAGE), time.monotonic() + 60, port.current().record())
+    blocks = set()
+    for piece in loading.pieces(1):
+        piece.staged.plane(0, 0)[...] = 7
+        piece.arrived()
+        piece.staged.release()
+        blocks.add(id(piece.staged._block))
+    assert len(loading._copied) == PAGES
+    assert len(blocks) <= 5
+    loading._give_up()
+    assert port.faults == []
+
+
 def test_pinned_memory_is_used_again_when_its_copies_are_done(port: AdversarialPort) -> None:
     pool, stream = PinnedPool(port, kept=3 << 20), port.stream()
     first = pool.take(1 << 20)
