@@ -256,6 +256,24 @@ def test_saves_wait_for_the_next_step_and_preempted_pages_for_saves(archive: Arc
     assert port.faults == []
 
 
+def test_saves_do_not_pile_up_in_pinned_memory(archive: Archive, port: AdversarialPort, monkeypatch: Any) -> None:
+    """What does not fit is not saved, and the request's pages are given back all the same."""
+    worker, puts = Worker(archive, port), []
+    monkeypatch.setattr("keepwarm.integrations.vllm.deferred_saves.MOST", 1 << 20)
+    monkeypatch.setattr(archive, "put", lambda *_, on_copied, **__: puts.append(on_copied))
+    worker.compute(FROM, 1)
+    for name in ("one", "two"):
+        worker.save(Save(prefix(FROM, name), 0, last=True))
+    for stream in port.busy():
+        stream.run_to(None)
+    assert worker.half.take_saved() == {"one", "two"}
+    assert len(puts) == 1
+    puts[0]()
+    worker.save(Save(prefix(FROM, "three"), 0))
+    assert len(puts) == 2
+    puts[1]()
+
+
 def test_what_ended_is_reported_when_its_last_copy_is_done(archive: Archive, port: AdversarialPort) -> None:
     worker = Worker(archive, port)
     worker.compute(FROM, 1)
