@@ -181,6 +181,49 @@ def test_nothing_begins_after_a_load_was_given_up(archive: Archive, port: Advers
     assert port.faults == []
 
 
+def test_copies_of_a_plan_that_failed_are_waited_for(archive: Archive, port: AdversarialPort) -> None:
+    """A part of them may be queued, and the pages belong to others soon."""
+    worker = Worker(archive, port)
+    memory, real = worker.half._pages, port.copy_all
+    assert isinstance(memory, DevicePages)
+    loading = DeviceLoading(memory, TO, range(len(TO) * PAGE), time.monotonic() + 60, port.current().record())
+
+    def half(plan: Copies, stream: Any) -> None:
+        cut = len(plan) // 2
+        real(Copies(plan.sources[:cut], plan.targets[:cut], plan.sizes[:cut], plan.inward), stream)
+        raise RuntimeError("the second call failed")
+
+    port.copy_all = half  # type: ignore[method-assign]
+    (piece,) = loading.pieces()
+    piece.staged.plane(0, 0)[...] = 7
+    with pytest.raises(RuntimeError):
+        piece.arrived()
+    loading._give_up()
+    worker.compute(TO, 5)
+    expected = worker.content(TO)
+    for stream in port.busy():
+        stream.run_to(None)
+    assert torch.equal(worker.content(TO), expected)
+    assert port.faults == []
+
+
+def test_a_load_stages_only_a_few_pieces_before_their_copies_are_done(archive: Archive, port: AdversarialPort) -> None:
+    worker = Worker(archive, port)
+    memory, pages = worker.half._pages, tuple(range(PAGES))
+    assert isinstance(memory, DevicePages)
+    loading = DeviceLoading(memory, pages, range(PAGES * PAGE), time.monotonic() + 60, port.current().record())
+    blocks = set()
+    for piece in loading.pieces(1):
+        piece.staged.plane(0, 0)[...] = 7
+        piece.arrived()
+        piece.staged.release()
+        blocks.add(id(piece.staged._block))
+    assert len(loading._copied) == PAGES
+    assert len(blocks) <= 5
+    loading._give_up()
+    assert port.faults == []
+
+
 def test_pinned_memory_is_used_again_when_its_copies_are_done(port: AdversarialPort) -> None:
     pool, stream = PinnedPool(port, kept=3 << 20), port.stream()
     first = pool.take(1 << 20)
@@ -211,6 +254,24 @@ def test_saves_wait_for_the_next_step_and_preempted_pages_for_saves(archive: Arc
     worker.load(archive)
     assert torch.equal(worker.content(TO), expected)
     assert port.faults == []
+
+
+def test_saves_do_not_pile_up_in_pinned_memory(archive: Archive, port: AdversarialPort, monkeypatch: Any) -> None:
+    """What does not fit is not saved, and the request's pages are given back all the same."""
+    worker, puts = Worker(archive, port), []
+    monkeypatch.setattr("keepwarm.integrations.vllm.deferred_saves.MOST", 1 << 20)
+    monkeypatch.setattr(archive, "put", lambda *_, on_copied, **__: puts.append(on_copied))
+    worker.compute(FROM, 1)
+    for name in ("one", "two"):
+        worker.save(Save(prefix(FROM, name), 0, last=True))
+    for stream in port.busy():
+        stream.run_to(None)
+    assert worker.half.take_saved() == {"one", "two"}
+    assert len(puts) == 1
+    puts[0]()
+    worker.save(Save(prefix(FROM, "three"), 0))
+    assert len(puts) == 2
+    puts[1]()
 
 
 def test_what_ended_is_reported_when_its_last_copy_is_done(archive: Archive, port: AdversarialPort) -> None:

@@ -22,6 +22,8 @@ from keepwarm.errors import ConfigError
 from keepwarm.integrations.vllm.connector import KeepwarmConnector, WorkerFacts
 from keepwarm.integrations.vllm.identity import Facts, shard_namespaces
 from keepwarm.integrations.weights import weights_folder
+from keepwarm.store import Archive
+from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, prompt
 
 FACTS = Facts("FLASH_ATTN", "NVIDIA H100 80GB HBM3", "9.0", "LBNHC", False, 3)
 OTHERS = [
@@ -90,6 +92,25 @@ def test_without_a_word_from_the_workers_it_goes_by_its_own(config: Any, tmp_pat
     )
     here.update_connector_output(with_a_step)
     assert here._names == (shard_namespaces(config, page, [FACTS])[0].exact_root,)
+    here.shutdown()
+
+
+def test_nothing_is_said_of_others_before_the_workers_told_their_names(
+    config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What they stored would differ from the names that the scheduler can think of alone."""
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 24) as archive:
+        (stored,) = shard_namespaces(config, config.cache_config.block_size, [FACTS])
+        blocks = blocks_of(prompt(512, 0), config.cache_config.block_size, stored)
+        archive.put(MemoryKV.random(UNEVEN, 512, 0), blocks, stored)
+        archive.flush()
+    here = connector(config, tmp_path)
+    here.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    assert here._at_scheduler is not None
+    here._hear(WorkerFacts({0: FACTS}))
+    assert "this vLLM cannot use" not in caplog.text
+    here._hear(WorkerFacts({0: OTHERS[0]}))
+    assert "this vLLM cannot use" in caplog.text
     here.shutdown()
 
 

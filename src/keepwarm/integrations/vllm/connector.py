@@ -126,12 +126,6 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._names = tuple(namespace.exact_root for namespace in namespaces)
         return namespaces
 
-    def _begin(self, facts: Sequence[Facts]) -> SchedulerHalf | PartsScheduler:
-        """Make the scheduler's half, which looks up what workers with these facts stored."""
-        namespaces = self._named(facts)
-        tell_of_others(self._archive, _all_namespaces(namespaces, self._groups))
-        return self._make_scheduler(self._settings, namespaces)
-
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
@@ -163,10 +157,12 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """Look up by the names under which the workers store, from now on."""
         if len(told.facts) == self._ranks:
             facts, self._has_heard = [told.facts[rank] for rank in range(self._ranks)], True
+            namespaces = self._named(facts)
             if self._scheduler is None:
-                self._scheduler = self._begin(facts)
+                self._scheduler = self._make_scheduler(self._settings, namespaces)
             else:
-                self._scheduler.rename(self._named(facts))
+                self._scheduler.rename(namespaces)
+            tell_of_others(self._archive, _all_namespaces(namespaces, self._groups))
 
     # ---- scheduler ----
 
@@ -202,6 +198,10 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def has_pending_push_work(self) -> bool:
         return isinstance(self._scheduler, SchedulerHalf) and self._scheduler.is_holding
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether pages come back soon, so that vLLM need not preempt a request for want of one."""
+        return self.has_pending_push_work()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -295,7 +295,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def _at_scheduler(self) -> SchedulerHalf | PartsScheduler:
         assert self._worker is None, "asked of a worker"
         if self._scheduler is None:  # no worker told its facts
-            self._scheduler = self._begin([self._facts] * self._ranks)
+            self._scheduler = self._make_scheduler(self._settings, self._named([self._facts] * self._ranks))
         return self._scheduler
 
     @property

@@ -11,11 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from keepwarm.errors import Overloaded
 from keepwarm.integrations.vllm.device_pages import DevicePages, PinnedStaged
 from keepwarm.integrations.vllm.messages import Save
 from keepwarm.runtime.device import Event
 
 log = logging.getLogger(__name__)
+
+MOST = 4 << 30  # bytes of pinned memory that saves hold until the store has copied them; more is not saved
 
 Put = Callable[[Save, PinnedStaged, float], None]  # the last is the seconds that queueing took
 
@@ -32,6 +35,7 @@ class DeferredSaves:
         self._waiting: list[tuple[Save, Event]] = []
         self._copying: dict[str, list[Event]] = {}
         self._last: set[str] = set()
+        self._staged: list[PinnedStaged] = []  # what the store may not have copied yet
 
     def defer(self, saves: Iterable[Save]) -> None:
         """Note the saves of the step whose work was queued last."""
@@ -58,7 +62,7 @@ class DeferredSaves:
     def _issue(self, save: Save, computed: Event) -> None:
         started = time.perf_counter()
         memory, prefix = self._memory, save.prefix
-        staged = memory.stage(len(prefix.tokens) - save.start)
+        staged = self._stage(len(prefix.tokens) - save.start)
         try:
             event = memory.fetch(staged, prefix.pages[save.start // memory.page_size :], computed)
         except BaseException:
@@ -70,6 +74,14 @@ class DeferredSaves:
         except BaseException:
             staged.release()
             raise
+
+    def _stage(self, tokens: int) -> PinnedStaged:
+        self._staged = [staged for staged in self._staged if not staged.is_released]
+        held = sum(staged.nbytes for staged in self._staged)
+        if held and held + tokens * self._memory.geometry.bytes_per_token > MOST:
+            raise Overloaded(f"the store has not yet copied the {held} bytes of earlier saves")
+        self._staged.append(self._memory.stage(tokens))
+        return self._staged[-1]
 
     def fence(self, request_ids: Iterable[str]) -> None:
         """Let all that is computed from now on wait for the copies of these requests, whose pages go to others."""

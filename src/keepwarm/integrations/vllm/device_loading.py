@@ -20,6 +20,7 @@ from keepwarm.integrations.vllm.loading import Late
 from keepwarm.runtime.device import Event
 
 PIECE = 64 << 20  # bytes that are staged at once
+_AHEAD = 4  # pieces of a load whose copies may be under way: the store may be faster than the device, or than a step
 
 
 class DeviceLoading:
@@ -79,8 +80,11 @@ class DeviceLoading:
         """Yield the load's pieces in order, of `most` bytes each. Raises Late once it was given up."""
         size = self._memory.page_size
         count = max(most // (self._memory.geometry.bytes_per_token * size), 1)
-        for first in range(0, len(self.pages), count):
+        for number, first in enumerate(range(0, len(self.pages), count)):
             self._check()
+            if number >= _AHEAD:
+                self._copied[number - _AHEAD].synchronize()
+                self._check()
             pages = self.pages[first : first + count]
             start = self._positions.start + first * size
             yield Piece(self, self._memory.stage(len(pages) * size), pages, start)
@@ -89,7 +93,10 @@ class DeviceLoading:
         """Queue the copies of a staged piece, whose bytes are verified, into its pages. Raises Late."""
         with self._lock:
             self._check()
-            self._copied.append(self._memory.bring(staged, pages, self._stream))
+            try:
+                self._memory.bring(staged, pages, self._stream)
+            finally:  # after an error a part of them may be queued
+                self._copied.append(self._stream.record())
 
     def _check(self) -> None:
         if self._given_up or not self.wanted:

@@ -121,6 +121,8 @@ class PinnedStaged(Staged):
     def __init__(self, geometry: KVGeometry, tokens: int, block: Block, pool: PinnedPool) -> None:
         super().__init__(geometry, tokens, block.memory, lambda _: None)
         self.copying: list[tuple[Event, Copies]] = []
+        self.nbytes = len(block.memory)
+        self.is_released = False
         self._block, self._pool = block, pool
 
     def note(self, event: Event, plan: Copies) -> None:
@@ -135,6 +137,7 @@ class PinnedStaged(Staged):
 
     def release(self) -> None:
         """Give the memory back; it is used again once its copies are done."""
+        self.is_released = True
         self._pool.give(self._block, self.copying)
 
 
