@@ -166,7 +166,9 @@ class Rounds:
             log.exception("a step of %d prompts failed; each is run alone", len(group))
             for job, step in steps.items():
                 job.steps.append(step)
-            return sum(map(self._prefill, group))
+                with self._guarding(job):
+                    self._reload(job)
+            return sum(self._prefill(job) for job in group if job in self._under_way.prefilling)
         ends = [time.perf_counter()]
         for job, row in zip(group, logits, strict=True):
             with self._guarding(job):
@@ -175,6 +177,13 @@ class Rounds:
         rows = {job: end - start for job, (start, end) in steps.items()}
         self._turns.took_prefill(rows, ends[0] - began, [later - earlier for earlier, later in pairwise(ends)])
         return sum(rows.values())
+
+    def _reload(self, job: Prefilling) -> None:
+        """Begin a prompt anew if a step that failed has moved its recurrent state."""
+        placed = job.opened.placed
+        if placed is not None and placed.arena.states.is_lost:
+            self._pipeline.loader.again(placed)
+            self._plan_steps(job)
 
     def _run_step(self, job: Prefilling, start: int, end: int) -> None:
         placed = job.opened.placed

@@ -41,6 +41,7 @@ class NamedPrompt:
     names: PrefixNames
     grid: Grid
     stateful: bool = False  # whether the model has recurrent state
+    own_states: bool = False  # whether it continues only from states behind exact KV: others have another form
 
 
 def link(
@@ -162,15 +163,15 @@ def snapshots_of(loads: Sequence[Load], prompt: NamedPrompt, index: BlockIndex) 
 
 
 def _whole(load: Load, prompt: NamedPrompt) -> Iterator[tuple[int, bytes]]:
-    """Yield end and name of each whole block of a load. Under invariant arithmetic a reference may be to part of a
-    block, or to several blocks on the device."""
-    blocks, grid = prompt.blocks, prompt.grid
-    if grid.inside and load.exactness is Exactness.EXACT:
+    """Yield end and name of each whole block of a load behind which a state may be used. A reference may be to part of
+    a block, or under invariant arithmetic to several blocks on the device."""
+    blocks, exact = prompt.blocks, load.exactness is Exactness.EXACT
+    if exact and prompt.grid.inside:
         numbers = range(bisect_right(blocks.ends, load.start), bisect_right(blocks.ends, load.end))
         yield from ((blocks.ends[number], blocks.exact[number]) for number in numbers)
         return
-    for ref in load.refs:
-        if ref.id and ref.end <= load.end and (not grid.inside or prompt.names.at(ref.end) == ref.prefix):
+    for ref in load.refs if exact or not prompt.own_states else ():
+        if ref.id and ref.end <= load.end and (exact or prompt.names.at(ref.end) == ref.prefix):
             yield ref.end, ref.id
 
 

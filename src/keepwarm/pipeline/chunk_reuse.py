@@ -31,7 +31,7 @@ from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.pipeline.linked import Linked
-from keepwarm.pipeline.prefix_loader import Placed
+from keepwarm.pipeline.placed import Placed
 from keepwarm.pipeline.shadow import IDLE_STEP, Shadow, compare
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.pool import ArenaPool

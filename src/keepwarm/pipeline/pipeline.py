@@ -35,7 +35,8 @@ from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.pipeline.chunk_reuse import Chunks, check
 from keepwarm.pipeline.linked import Linked
-from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader, StoreRules
+from keepwarm.pipeline.placed import Placed
+from keepwarm.pipeline.prefix_loader import PrefixLoader, StoreRules
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
 from keepwarm.pipeline.snapshots import Snapshots

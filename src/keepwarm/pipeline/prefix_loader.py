@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,69 +25,18 @@ from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.pipeline.linked import Linked
+from keepwarm.pipeline.placed import Placed
 from keepwarm.pipeline.snapshots import Snapshots
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.arena.held import Held, KVCopy
+from keepwarm.runtime.arena.held import KVCopy
 from keepwarm.runtime.arena.pool import ArenaPool
-from keepwarm.runtime.blend.repair import Blended
 from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.execute import place, prefill, relocate
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger(__name__)
-
 _COPIED = 2048  # at most this many tokens are copied for the store before the answer ends: 1 % of computing them
 _RELINKS = 8  # a request that meets this many corrupt runs is computed in full
-
-
-@dataclass
-class Placed:
-    """A linked prompt whose stored KV is in an arena, or on its way there."""
-
-    linked: Linked
-    reuse: Reuse
-    capacity: int
-    warming: bool
-    overlap: bool  # layers may arrive while earlier ones are in use; `prefill` then handles failures
-    arena: Arena
-    plan: LinkPlan = field(init=False)
-    beside: TokenIds | None = None  # tokens of an arena that begin like the prompt
-    miss: Miss | None = None  # why the plan reuses no more
-    by_tier: dict[str, int] = field(default_factory=dict)
-    blended_by_tier: dict[str, int] = field(default_factory=dict)  # tokens of chunks; not part of `by_tier`
-    blended: Blended | None = None  # set once a prompt with chunks is computed
-    link_ms: float = 0.0
-    load_ms: float = 0.0
-    failures: int = 0
-    computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
-    generated: Sequence[int] = ()  # the answer, decoded into the arena after the prompt
-    goes_on: bool = False  # outside the arena: `answered` stores from there what follows the last whole block
-
-    @property
-    def keeps_tail(self) -> bool:
-        """Whether the last step's block is stored, under scheduled arithmetic."""
-        return self.warming or self.reuse is Reuse.PREFIX
-
-    def failed(self, error: CorruptRun) -> None:
-        """Note that a stored run turned out unusable."""
-        log.warning("a stored run cannot be used and is recomputed: %s", error)
-        self.failures += 1
-
-    @property
-    def wanted(self) -> Held | None:
-        """What to look for in arenas."""
-        return self.linked.held if self.reuse is not Reuse.OFF else None
-
-    @property
-    def run_tokens(self) -> TokenIds:
-        """The tokens whose KV the engine's own steps left in the arena: the prompt's, as far as computed, then the
-        answer's."""
-        prompt = self.linked.prompt.tokens
-        if self.computed_to < len(prompt):
-            return prompt[: self.computed_to]
-        answered = self.arena.length - len(prompt)
-        return np.concatenate([prompt, token_ids(self.generated[:answered])]) if answered > 0 else prompt
 
 
 @dataclass(frozen=True)
@@ -133,9 +81,10 @@ class PrefixLoader:
         """Set why a request reuses no more. Call it after its first token, before anything of it is stored."""
         placed.miss = self._misses.of(placed.linked, placed.plan, placed.beside)
 
-    def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
+    def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs, *, own_states: bool = False) -> LinkPlan:
         """Return the plan: what of the prompt is loaded and what is computed."""
-        prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid, linked.stateful)
+        named = linked.prompt.tokens, linked.blocks, linked.names, linked.grid
+        prompt = NamedPrompt(*named, linked.stateful, own_states)
         return link(
             prompt,
             self._archive,
@@ -203,10 +152,15 @@ class PrefixLoader:
         placed.failed(error)
         self._fill(placed)
 
+    def again(self, placed: Placed) -> None:
+        """Link and load again after a step that failed may have moved the recurrent state."""
+        self._fill(placed)
+
     def _fill(self, placed: Placed) -> None:
         """Link, and load into the arena."""
         started = time.perf_counter()
         linked, tokens, wanted = placed.linked, placed.linked.prompt.tokens, placed.wanted
+        placed.computed_to = 0
         while True:
             if (lost := placed.arena).arrivals.lost:
                 placed.arena = self._pool.acquire(wanted, placed.capacity, linked.prompt.lora)
@@ -214,9 +168,10 @@ class PrefixLoader:
             arena = placed.arena
             corrupt = placed.failures >= _RELINKS
             resident = arena.resident(wanted) if wanted is not None else 0
-            plan = self.link(linked, Reuse.OFF if corrupt else placed.reuse, resident, self._costs)
+            plan_of = partial(self.link, linked, own_states=placed.own_states)
+            plan = plan_of(Reuse.OFF if corrupt else placed.reuse, resident, self._costs)
             if not arena.gap.serves(plan.resident):  # it continues at a snapshot, before the end of the resident KV
-                plan = self.link(linked, placed.reuse, arena.gap.start, self._costs)
+                plan = plan_of(placed.reuse, arena.gap.start, self._costs)
             if corrupt:  # too many failures: use nothing that is stored
                 plan = replace(plan, miss_reason=MissReason.CORRUPT)
             linked_at = time.perf_counter()
@@ -229,7 +184,9 @@ class PrefixLoader:
                     placed.blended_by_tier = relocate(plan, tokens, arena, self._archive.load, self._relocator())
                 arena.landed()
                 if self._snapshots is not None:
-                    self._snapshots.restore(arena, plan, linked)
+                    if not self._snapshots.restore(arena, plan, linked, own=placed.own_states):
+                        placed.own_states = True
+                        continue
                     self._snapshots.ask(arena, plan, linked, whole=placed.keeps_tail)
                 break
             except CorruptRun as error:
@@ -255,16 +212,22 @@ class PrefixLoader:
 
     def last_steps(self, steps: Sequence[tuple[Placed, TokenIds, int]]) -> torch.Tensor:
         """Run the last steps of several prompts in one pass and note their cost. A step is a prompt, its tokens and
-        the position of their first. Return the logits after each last token, `[len(steps), vocab]`."""
+        the position of their first. Return the logits after each last token, `[len(steps), vocab]`. If it fails,
+        recurrent states are lost."""
         placed, tokens, starts = zip(*steps, strict=True)
         began = time.perf_counter()
         ends = [start + len(part) for part, start in zip(tokens, starts, strict=True)]
         for each, start in zip(placed, starts, strict=True):
             each.arena.check(start)
         sequences = [each.arena.sequenced(end) for each, end in zip(placed, ends, strict=True)]
-        logits = self._runner.step_together(tokens, starts, sequences)
-        for each, end in zip(placed, ends, strict=True):
-            each.arena.advance(end)
+        try:
+            logits = self._runner.step_together(tokens, starts, sequences)
+            for each, end in zip(placed, ends, strict=True):
+                each.arena.advance(end)
+        except BaseException:
+            for each in placed:
+                each.arena.states.lose()
+            raise
         self._costs.computed(sum(map(len, tokens)), time.perf_counter() - began)
         return logits
 

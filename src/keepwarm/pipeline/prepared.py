@@ -13,7 +13,7 @@ from keepwarm.core.request import Decoding, PromptArgs
 from keepwarm.core.results import Generation, Miss
 from keepwarm.core.spans import Reuse
 from keepwarm.core.tools import ToolCall
-from keepwarm.pipeline.prefix_loader import Placed
+from keepwarm.pipeline.placed import Placed
 from keepwarm.runtime.constrain import Constraint
 from keepwarm.runtime.execute import Times
 

@@ -10,6 +10,7 @@ from keepwarm.compiler.emit import Fresh
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.snapshots import PURPOSE, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.spans import Exactness
 from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
@@ -26,18 +27,26 @@ class Snapshots:
     nbytes: int
     budget: float
 
-    def restore(self, arena: Arena, plan: LinkPlan, linked: Linked) -> None:
-        """Restore the state at the end of what a plan loads. Raises CorruptRun when the stored snapshot is unusable."""
+    def restore(self, arena: Arena, plan: LinkPlan, linked: Linked, *, own: bool) -> bool:
+        """Restore the state at the end of what a plan loads. Raises CorruptRun when the stored snapshot is unusable.
+
+        Behind KV of another arithmetic, the state may have the form of the code that computed it there. Return False
+        then; the snapshot stays for that code. `own` says that the plan uses no such state.
+        """
         end = plan.prefix_end
         if not end:
-            return  # an arena at position 0 needs no state
+            return True  # an arena at position 0 needs no state
         sink = SnapshotSink(end)
         self.archive.load([plan.snapshots.stored[end]], linked.prompt.tokens[end - 1 : end], end, sink)
         try:
             arena.states.put(sink.snapshot)
-        except CorruptRun as error:  # its checksum is right, so it would be found again and again
+        except CorruptRun as error:
+            if not own and plan.exactness is not Exactness.EXACT:
+                return False
+            # its checksum is right, so it would be found again and again
             self.archive.contents.refuse(plan.snapshots.stored[end], error)
             raise
+        return True
 
     def ask(self, arena: Arena, plan: LinkPlan, linked: Linked, *, whole: bool) -> None:
         """Set where the next steps take snapshots; with `whole`, also at the prompt's end."""

@@ -222,8 +222,7 @@ class Runner:
             try:
                 logits = lean.step([tokens], [start], [sequence], wanted, arrivals)
             except BaseException:
-                if arena.states:  # some layers have moved theirs already
-                    arena.states.drop(max(start, 1))
+                arena.states.lose()
                 raise
             arena.advance(start + len(tokens))
         return logits

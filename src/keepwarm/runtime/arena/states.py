@@ -130,6 +130,15 @@ class States:
         self._coming.clear()
         self.wanted = frozenset()
 
+    def lose(self) -> None:
+        """Note that a step failed, which may have moved the state of some layers."""
+        self.drop(1)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no step can continue: the state's position is unknown."""
+        return bool(self.layers) and self.position is None
+
     def check(self, start: int) -> None:
         """Raise RuntimeError when a step at `start` would not continue the state."""
         if self.layers and self.position != start:

@@ -38,12 +38,13 @@ def variance(
     tokens = token_ids([i * 7919 % vocabulary for i in range(count)])
     threads = torch.get_num_threads()
     every = [(number, split) for number in sorted({1, 2, threads}) for split in _SPLITS]
+    compared = frozenset(end for split in _SPLITS for end in _ends(split))  # a state may take many megabytes
     made = _Sequences(lean, geometry, replace(form, kernel_states=lean.states), lora)
     try:
-        logits, kept = made.run(tokens, [count])
+        logits, kept = made.run(tokens, [count], compared)
         for number, split in every:
             lean.threads = number
-            ends = [*split, *range(_ROWS - 3, _ROWS + 1), *([count] if (number, split) == every[-1] else [])]
+            ends = [*_ends(split), *([count] if (number, split) == every[-1] else [])]
             again, there = made.run(tokens[: ends[-1]], ends)
             if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
@@ -52,6 +53,10 @@ def variance(
     finally:
         lean.threads = None
     return ""
+
+
+def _ends(split: tuple[int, ...]) -> list[int]:
+    return [*split, *range(_ROWS - 3, _ROWS + 1)]
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,14 @@ class _Sequences:
     form: CacheForm
     lora: Lora | None
 
-    def run(self, tokens: TokenIds, ends: Sequence[int]) -> tuple[torch.Tensor, _Kept]:
-        """Return the logits of every row, and what is kept of the sequence: with one step, the state behind each of its
-        tokens; with several, those behind the last token of each."""
+    def run(
+        self, tokens: TokenIds, ends: Sequence[int], inside: frozenset[int] = frozenset()
+    ) -> tuple[torch.Tensor, _Kept]:
+        """Return the logits of every row, and what is kept of the sequence, with the states at the ends of steps and at
+        positions `inside` them."""
         arena = self._arena(len(tokens))
         states: dict[int, tuple[torch.Tensor, ...]] = {}
-        arena.states.wanted = frozenset(range(1, ends[0]) if len(ends) == 1 else ())
+        arena.states.wanted = inside
         rows = []
         for start, end in pairwise([0, *ends]):
             sequence = arena.sequenced(end)
