@@ -207,7 +207,7 @@ struct Scratch {
     float *x, *y, *q, *maximum, *total, *part;
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
-    int32_t parts;
+    int32_t parts, mix;  // `mix`: the widest layer's `mixes`
     bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
     Scratch(const Model& m, const Step& s) {
         int32_t last = 0;
@@ -218,7 +218,8 @@ struct Scratch {
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
         // The queries lie first, because callers read them between layers.
-        int read = (m.heads + 2 * m.kv_heads) * m.dim, mix = m.heads * m.dim, more = 0;
+        int read = (m.heads + 2 * m.kv_heads) * m.dim, more = 0;
+        mix = m.heads * m.dim;
         for (int layer = 0; layer < m.layers; layer++) {
             const Layer& w = m.layer[layer];
             if (w.state >= 0) read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w));

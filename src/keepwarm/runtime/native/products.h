@@ -89,7 +89,7 @@ template <class T, class Rows>
 inline bool has_room(const Scratch<Rows>& b, int rows) {
     if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Rows, PlainRows<float>>)
         return rows <= 2 * Rows::BLOCK ||
-               widened(2 * std::max({b.h.panel(), b.mixed.panel(), b.inner.panel(), b.routes.inner.panel()})) != nullptr;
+               widened(2 * std::max({b.h.panel(), Rows(b.mix, nullptr).panel(), b.inner.panel(), b.routes.inner.panel()})) != nullptr;
     return true;
 }
 
