@@ -275,7 +275,7 @@ def run(steps: Sequence[Step], here: Here, say: Callable[[str], None] = print) -
 
 def listed(steps: Sequence[Step], here: Here) -> str:
     """The plan: what each step makes and needs, how long it takes, and whether it is there."""
-    lines = []
+    lines = [f"{'step':14} {'minutes':8}  {'so far':12} what it makes, and what it needs beside .venv"]
     for step in steps:
         found = stamp_of(here.results / step.files[0])
         took = f"took {found['seconds'] / 60:.0f} min" if found else ""

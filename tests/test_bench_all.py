@@ -134,6 +134,7 @@ def test_uncommitted_code_is_refused(repository: Path, capsys: pytest.CaptureFix
 def test_the_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("step ")
     assert all(step.name in said for step in STEPS)
     with pytest.raises(SystemExit, match="no step is named nobody"):
         bench.main(["--only", "nobody"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "keepwarm.ipynb"
-_HEAD = "[The notebook](../../examples/keepwarm.ipynb) itself opens in Jupyter, VS Code and Colab.\n"
+_HEAD = "[The notebook](../../examples/keepwarm.ipynb) can be opened in Jupyter, VS Code and Colab.\n"
 
 Cell = dict[str, Any]
 

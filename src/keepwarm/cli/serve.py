@@ -61,8 +61,8 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model, or several, over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the
-    environment (KEEPWARM__SECTION__NAME), that over the file."""
+    """Serve a model, or several, over HTTP: the native protocol, OpenAI's, Anthropic's and SGLang's. Options win over
+    the environment (KEEPWARM__SECTION__NAME), that over the file."""
     overrides = {
         **_models(engine.model),
         "adapters": _adapters(adapter) if adapter else None,

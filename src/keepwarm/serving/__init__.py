@@ -1,1 +1,1 @@
-"""The service: native, OpenAI's and Anthropic's protocols over one engine for each model."""
+"""The service: native, OpenAI's, Anthropic's and SGLang's protocols over one engine for each model."""

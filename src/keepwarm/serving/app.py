@@ -40,7 +40,7 @@ _LEAVING = 0.5  # seconds that connections have to end once their answers were c
 _LOOK_EVERY = 1.0  # seconds between looks at connections that say nothing
 
 DESCRIPTION = (
-    "A language model with a cache of its KV state: the native protocol, OpenAI's and Anthropic's. "
+    "A language model with a cache of its KV state: the native protocol, OpenAI's, Anthropic's and SGLang's. "
     "A parameter that is not supported is an error, never ignored."
 )
 

@@ -57,19 +57,33 @@ def test_the_edit_that_would_have_hit(page: Any) -> None:
 
 
 def test_the_edit_is_made_where_the_difference_is(page: Any) -> None:
+    """The same words come again and again, at less distance than the template's words before the question have."""
+    words = "It opens at nine. " * 6
+    ask(page, f"{words.replace('nine', 'eight', 1)} When?")
+    edit = ask(page, f"{words} When?").locator(".edit")
+    edit.wait_for()
+    told = re.search(r"Then (\d+) of (\d+) tokens", edit.inner_text())
+    assert told is not None
+    assert int(told[1]) == int(told[2]) - 1
+    edit.get_by_role("button").click()
+    assert page.get_by_label("Question", exact=True).input_value() == f"{words.replace('nine', 'eight', 1)} When?"
+
+
+def test_places_where_the_stored_words_may_belong(page: Any) -> None:
     made = page.evaluate(
         """async () => {
-            const {edited} = await import("/web/edit.js");
+            const {edits} = await import("/web/edit.js");
             const miss = {reason: "tokens_differ", wanted_parts: [["It is ", false], ["wet", true], [". It", false]],
-                          stored_parts: [["It is ", false], ["dry", true], [". It", false]], in_segment: 37};
+                          stored_parts: [["It is ", false], ["dry", true], [". It", false]], in_segment: 20};
             const question = "It is wet. It is wet. It is wet.";
             const begins = {...miss, wanted_parts: [["<user>\\nIt is ", false], ["wet", true]],
                             stored_parts: [["<user>\\nIt is ", false], ["dry", true]], in_segment: 13};
-            const other = [edited("Else.", miss), edited(question, {reason: "never_stored"})];
-            return [edited(question, miss), edited(question, begins), ...other];
+            const other = [edits("Else.", miss), edits(question, {reason: "never_stored"})];
+            return [edits(question, miss), edits(question, begins), ...other];
         }"""
     )
-    assert made == ["It is wet. It is wet. It is dry.", "It is dry. It is wet. It is wet.", None, None]
+    first, second = "It is dry. It is wet. It is wet.", "It is wet. It is dry. It is wet."
+    assert made == [[first, second], [first], [], []]
 
 
 def test_a_new_session_begins_without_a_complaint(page: Any) -> None:

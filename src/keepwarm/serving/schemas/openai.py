@@ -17,6 +17,7 @@ from keepwarm.serving.schemas.common import (
     Stop,
     StopList,
     Thinking,
+    TokenId,
     TokenIds,
     text_only,
 )
@@ -241,7 +242,7 @@ def _prompt_kind(prompt: Any) -> str:
     return "<texts>" if isinstance(first, str) else "<lists of ids>" if isinstance(first, list) else "<ids>"
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(_Completing):

@@ -1,4 +1,5 @@
-"""Bodies of SGLang's own protocol. The type of a parameter that accepts only one value says so."""
+"""Bodies of SGLang's own protocol. The type of a parameter that accepts only one value says so, and null is what a
+parameter is if it is left out: SGLang's own clients send both."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class SamplingParams(Body):
-    max_new_tokens: int = Field(128, ge=1)
-    temperature: Number = Field(1.0, ge=0, le=2)
+    max_new_tokens: int | None = Field(None, ge=1, description="128 without it")
+    temperature: Number | None = Field(None, ge=0, le=2, description="1 without it")
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 and -1: all tokens")
     min_p: Number | None = Field(None, ge=0, le=1)
@@ -23,7 +24,7 @@ class SamplingParams(Body):
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     repetition_penalty: Number | None = Field(None, gt=0, le=10)
     min_new_tokens: int | None = Field(None, ge=0)
-    n: int = Field(1, ge=1, le=128)
+    n: int | None = Field(None, ge=1, le=128)
     stop: Stop | StopList | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
@@ -31,29 +32,52 @@ class SamplingParams(Body):
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     no_stop_trim: Literal[False] | None = None
+    json_schema: None = Field(None, description="OpenAI's protocol has answers by a schema")
+    regex: None = None
+    ebnf: None = None
+    structural_tag: None = None
+    stop_regex: None = None
 
 
 def _many(value: Any) -> str:
-    """Which branch of `input_ids` a value is checked against."""
-    return "lists" if isinstance(value, list) and value and isinstance(value[0], list) else "ids"
+    """Return which branch of a prompt's field a value is checked against. Errors leave these names out."""
+    several = isinstance(value, list) and (not value or not isinstance(value[0], int))
+    return "<several>" if several else "<one>"
 
 
 class GenerateRequest(Body):
-    text: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
-    input_ids: (
+    text: (
         Annotated[
-            Annotated[Ids, Tag("ids")] | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
+            Annotated[Text, Tag("<one>")]
+            | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("<several>")],
             Discriminator(_many),
         ]
         | None
     ) = None
-    sampling_params: SamplingParams = Field(default_factory=lambda: SamplingParams.model_validate({}))
-    return_logprob: bool = False
-    top_logprobs_num: int = Field(0, ge=0, le=20)
-    logprob_start_len: Literal[-1] = Field(-1, description="only the answer's tokens have log-probabilities")
-    return_text_in_logprobs: bool = False
-    stream: bool = False
+    input_ids: (
+        Annotated[
+            Annotated[Ids, Tag("<one>")] | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("<several>")],
+            Discriminator(_many),
+        ]
+        | None
+    ) = None
+    sampling_params: SamplingParams | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(None, ge=0, le=20)
+    logprob_start_len: Literal[-1] | None = Field(None, description="only the answer's tokens have log-probabilities")
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(None, description="the answer's id")
+    token_ids_logprob: None = None
+    return_hidden_states: Literal[False] | None = None
+    return_routed_experts: Literal[False] | None = None
+    image_data: None = None
+    video_data: None = None
+    audio_data: None = None
+    lora_path: None = Field(None, description="the field model names an adapter")
+    session_params: None = None
+    custom_logit_processor: None = None
+    log_metrics: bool | None = Field(None, description="changes nothing")
     model: ModelName | None = Field(None, description="not SGLang's; the first of those served without")
     cache_salt: CacheSalt | None = Field(None, description="not SGLang's")
     reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not SGLang's")
@@ -63,6 +87,10 @@ class GenerateRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("exactly one of text and input_ids is expected")
         return self
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.sampling_params or SamplingParams.model_validate({})
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -75,7 +103,7 @@ class GenerateRequest(Body):
     def listed(self) -> bool:
         """Whether the answer is a list."""
         many = self.text if self.text is not None else self.input_ids and self.input_ids[0]
-        return isinstance(many, list) or self.sampling_params.n > 1
+        return isinstance(many, list) or (self.sampling.n or 1) > 1
 
 
 class MetaInfo(Shown):

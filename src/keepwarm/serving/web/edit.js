@@ -4,6 +4,8 @@
 import {post} from "/web/api.js";
 import {count, h} from "/web/dom.js";
 
+const PLACES = 8; // of the same words in a question, that are tried
+
 const raw = (parts) => parts.map(([text]) => text).join("").replaceAll("\\n", "\n").replaceAll("\\t", "\t");
 
 /** Leaves out what follows the last difference. */
@@ -12,17 +14,35 @@ function upToLast(parts) {
   return parts.slice(0, last + 1);
 }
 
-/** Returns the question with the stored words in it; null if the difference does not lie in the question. */
-export function edited(question, miss) {
-  if (miss?.reason !== "tokens_differ" || !miss.stored_parts.length) return null;
+/**
+ * Returns the question with the stored words in it, once for each place where they may belong, the first place first.
+ * There are none if the difference does not lie in the question.
+ */
+export function edits(question, miss) {
+  if (miss?.reason !== "tokens_differ" || !miss.stored_parts.length) return [];
   const [asked, stored] = [raw(upToLast(miss.wanted_parts)), raw(upToLast(miss.stored_parts))];
   let same = 0;
   while (same < asked.length && asked[same] === stored[same]) same += 1;
   const line = asked.slice(0, same).lastIndexOf("\n") + 1; // what stands before may be the template's
   for (const from of [0, line]) {
     const words = asked.slice(from);
-    const at = words ? question.lastIndexOf(words, (miss.in_segment ?? Infinity) - (same - from)) : -1; // not after the difference
-    if (at >= 0) return question.slice(0, at) + stored.slice(from) + question.slice(at + words.length);
+    const last = (miss.in_segment ?? Infinity) - (same - from); // the template's words, if any, come before the question
+    const found = [];
+    for (let at = words ? question.indexOf(words) : -1; at >= 0 && at <= last; at = question.indexOf(words, at + 1)) {
+      found.push(question.slice(0, at) + stored.slice(from) + question.slice(at + words.length));
+    }
+    if (found.length) return found;
+  }
+  return [];
+}
+
+/** Returns the edit at the place of the difference, and what the service says would be reused then; or null. */
+async function located(question, body, miss) {
+  for (const better of edits(question, miss).slice(0, PLACES)) {
+    const messages = [...body.messages.slice(0, -1), {role: "user", content: better}];
+    const found = await post("/v1/cache/explain", {messages, ...(body.tools ? {tools: body.tools} : {})});
+    const tooEarly = found.miss !== null && found.miss.character !== null && found.miss.character < miss.character;
+    if (!tooEarly) return [better, found]; // later places would look good, too: the question itself is stored by now
   }
   return null;
 }
@@ -31,10 +51,9 @@ const differing = (parts) => parts.filter(([, differs]) => differs).map(([text])
 
 /** Says which edit would have hit, and how far, or nothing if none is known. `use` takes the edited question. */
 export async function theEdit(question, body, answer, use) {
-  const better = edited(question, answer.miss);
-  if (better === null) return null;
-  const messages = [...body.messages.slice(0, -1), {role: "user", content: better}];
-  const found = await post("/v1/cache/explain", {messages, ...(body.tools ? {tools: body.tools} : {})});
+  const at = await located(question, body, answer.miss);
+  if (at === null) return null;
+  const [better, found] = at;
   if (found.cached_tokens <= answer.cached_tokens) return null;
   const [old, fresh] = [differing(answer.miss.stored_parts), differing(answer.miss.wanted_parts)];
   const change = old && fresh ? [h("q", {}, old), " in place of ", h("q", {}, fresh)] : old ? [h("q", {}, old), " put in"] : [h("q", {}, fresh), " left out"];
