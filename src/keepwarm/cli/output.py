@@ -25,7 +25,8 @@ def print_json(value: Any) -> None:
 
 def note(text: str) -> None:
     """Print a line beside the result, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")  # in one piece: other threads log there
+    sys.stderr.flush()
 
 
 def print_table(headers: Row, rows: Sequence[Row], right: Sequence[int] = ()) -> None:
