@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hybrids
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -61,22 +62,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         },
     ),
-    "qwen3.5": (
-        "qwen3_5_text",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
-        },
-    ),
+    "qwen3.5": hybrids.SHAPES["qwen3.5-0.5b"],
 }
 
 

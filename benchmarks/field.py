@@ -81,6 +81,11 @@ def run(command: Sequence[str | Path], folder: Path, **environment: str) -> None
         raise RuntimeError(f"{command[:4]} ended with {done.returncode}: {done.stdout[-2000:]}")
 
 
+def words(options: dict[str, Any]) -> list[str]:
+    """Options as a command takes them."""
+    return [str(part) for pair in options.items() for part in pair]
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Milliseconds."""
     ordered = sorted(values)
@@ -109,8 +114,7 @@ def prefix_repetition(url: str, model: str, work: Path, folder: Path) -> dict[st
         "--metric-percentiles": "50,90,100",
         "--result-filename": "result.json",
     }
-    given = [str(part) for pair in options.items() for part in pair]
-    run([environments.vllm(work), "-c", _VLLM_BENCH, *given, "--save-result", "--ignore-eos"], folder)
+    run([environments.vllm(work), "-c", _VLLM_BENCH, *words(options), "--save-result", "--ignore-eos"], folder)
     found = json.loads((folder / "result.json").read_text())
     ttft = {name: round(found[f"p{at}_ttft_ms"], 1) for name, at in (("p50", 50), ("p90", 90), ("max", 100))}
     return {
@@ -135,9 +139,8 @@ def multi_turn(url: str, model: str, work: Path, folder: Path) -> dict[str, Any]
         "--seed": 1,
         "--stats-json-output": folder / "stats.json",
     }
-    given = [str(part) for pair in options.items() for part in pair]
     script = _source(work) / "benchmark_serving_multi_turn.py"
-    run([environments.vllm(work), script, *given, "--no-early-stop"], folder)
+    run([environments.vllm(work), script, *words(options), "--no-early-stop"], folder)
     found = json.loads((folder / "stats.json").read_text())
     return {"requests": len(found), "ttft_ms": spread([each["ttft_ms"] for each in found])}
 
@@ -152,8 +155,7 @@ def _lmcache(workload: str, given: dict[str, Any], url: str, model: str, work: P
         "--seed": 1,
         "--output-dir": folder,
     }
-    options = [str(part) for pair in (common | given).items() for part in pair]
-    command = [environments.vllm(work), "-m", "lmcache.cli.main", "bench", "engine", *options]
+    command = [environments.vllm(work), "-m", "lmcache.cli.main", "bench", "engine", *words(common | given)]
     run(
         [*command, "--json", "--no-csv", "--quiet", "--no-interactive", "--ignore-eos"],
         folder,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockCodec, Bytes, KVSink
-from keepwarm.core.reads import Arriving
+from keepwarm.core.ports import Bytes
+from keepwarm.core.sinks import PlainSink
 from keepwarm.integrations.vllm.device_pages import DevicePages, PinnedStaged
 from keepwarm.integrations.vllm.loading import Late
 from keepwarm.runtime.device import Event
@@ -103,8 +103,8 @@ class DeviceLoading:
             raise Late("the load came too late")
 
 
-class Piece:
-    """A part of a load: a `KVSink` over pinned memory."""
+class Piece(PlainSink):
+    """A part of a load: a `KVSink` over pinned memory, of which all layers are copied at once."""
 
     def __init__(self, loading: DeviceLoading, staged: PinnedStaged, pages: Sequence[int], start: int) -> None:
         self.staged = staged
@@ -124,17 +124,3 @@ class Piece:
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.staged.plane(layer, kv)[:, start - self.start : end - self.start]
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + data.shape[1])[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        return None  # the pages are vLLM's
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        """Do nothing: all layers are copied at once."""
