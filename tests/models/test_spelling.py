@@ -82,7 +82,7 @@ def shown(adapter: GenericAdapter, calls: list[dict[str, Any]], client: Callable
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(arguments=ARGUMENTS)
 def test_whatever_the_client_writes(family: tuple[str, GenericAdapter], style: str, arguments: dict[str, Any]) -> None:
     name, adapter = family
