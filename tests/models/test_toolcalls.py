@@ -150,3 +150,14 @@ def test_any_text_is_read_without_an_error(family: str, text: str) -> None:
 
 def test_a_call_is_a_record() -> None:
     assert toolcalls.tagged('<tool_call>{"name": "f"}', None) == [ToolCall("f", {})]
+
+
+def test_arguments_as_they_stand_are_the_calls_own() -> None:
+    """Python takes `true` for 1."""
+    (call,) = toolcalls.bare('{"name": "f", "meta": {"a": true}, "arguments": {"a": 1}}', LISTED)
+    assert call.written == '{"a": 1}'
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_numbers_that_json_cannot_tell_are_in_no_call(number: str) -> None:
+    assert not toolcalls.bare(f'{{"name": "f", "arguments": {{"a": {number}}}}}', LISTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class Written:
 
 
 _ARGUMENTS = ("arguments", "parameters")
+_TAGS = re.compile("<tool_call>|<tools>")
 _BEGINNING = re.compile(r"^[ \t]*(?:```\w*[ \t]*)?(?=[\[{])", re.MULTILINE)
 _GAP = re.compile(r"[\s;,]*")
 _MISTRAL_NAMED = re.compile(r"\s*([^\s\[\]{}\"]+)(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -53,7 +55,12 @@ def answered(text: str) -> str:
 
 def tagged(text: str, names: Collection[str] | None) -> list[ToolCall]:
     """Qwen's and Hermes' `<tool_call>{...}</tool_call>`."""
-    return _after_tags(text, ("<tool_call>", "<tools>"))
+    calls: list[ToolCall] = []
+    at = 0
+    while tag := _TAGS.search(text, at):
+        found, at = _sequence(text, tag.end(), tag=True)
+        calls += found
+    return calls
 
 
 def mistral(text: str, names: Collection[str] | None) -> list[ToolCall]:
@@ -110,16 +117,6 @@ def bare(text: str, names: Collection[str] | None) -> list[ToolCall]:
     return calls
 
 
-def _after_tags(text: str, tags: tuple[str, ...]) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    at = 0
-    while places := [(text.find(tag, at), tag) for tag in tags if text.find(tag, at) >= 0]:
-        place, tag = min(places)
-        found, at = _sequence(text, place + len(tag), tag=True)
-        calls += found
-    return calls
-
-
 def _sequence(text: str, at: int, *, tag: bool) -> tuple[list[ToolCall], int]:
     """Read the calls of consecutive JSON values from `at` on, and where the last value ends (`at` if there is none)."""
     calls: list[ToolCall] = []
@@ -136,8 +133,13 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)  # models do write line breaks inside strings
-_STRICT = json.JSONDecoder(parse_constant=_refuse)  # as clients read
+def _finite(number: str) -> float:
+    return value if math.isfinite(value := float(number)) else _refuse(number)
+
+
+# models do write line breaks inside strings
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse, strict=False)
+_STRICT = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)  # as clients read
 _LEVELS = 8  # most objects from the beginning of a call to its arguments
 
 
@@ -192,9 +194,10 @@ def _place(arguments: dict[str, Any], text: str, begin: int, end: int) -> tuple[
             return None
         try:
             value, after = _STRICT.raw_decode(text, begin)
+            same = value == arguments and json.dumps(value) == json.dumps(arguments)  # `==` takes true for 1
         except (ValueError, RecursionError):
             return None
-        if value == arguments:
+        if same:
             return begin, after
         begin += 1
     return None
