@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import tokenizers
 
+from keepwarm.errors import TemplateError
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.generic import GenericAdapter
-from keepwarm.models.spelling import arguments_text, call_ids, form_of, plain_text
+from keepwarm.models.spelling import Around, Form, arguments_text, call_ids, form_of, plain_text
+from keepwarm.models.template import WrittenObject, message_bytes
+from keepwarm.models.tokenizer import HFTokenizer
 
 STYLES: dict[str, dict[str, Any]] = {
     "templates' own": {"ensure_ascii": False},
@@ -179,3 +184,98 @@ def test_several_calls_have_each_their_own() -> None:
     assert [call["function"]["arguments"] for call in calls] == each
     assert len({call["id"] for call in calls}) == len(each)
     assert sampled in shown(adapter, calls, lambda text: plain_text(json.loads(text)))
+
+
+def sent(number: str, arguments: str, name: str = "alpha") -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def adapter_for(name: str, template: Any = None) -> GenericAdapter:
+    tokenizer = tokenizers.loaded(name)
+    if template:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
+    adapter = choose_adapter({}, HFTokenizer(tokenizer))
+    assert isinstance(adapter, GenericAdapter)
+    return adapter
+
+
+def test_a_call_that_a_template_would_take_for_reasoning_is_written_by_it() -> None:
+    """Qwen3's template takes what stands before a `</think>` in an answer for reasoning, and then leaves it out."""
+    adapter = adapter_for("tok-qwen3")
+    calls = called(adapter, '{"name": "alpha", "arguments": {"a": "x</think>y"}}')
+    assert '<tool_call>\n{"name": "alpha", "arguments": {"a": "x</think>y"}}' in shown(adapter, calls, str)
+
+
+@pytest.mark.parametrize("behind", ["", "\n", "\n\n"])
+def test_white_space_that_streams_add_to_the_text_changes_nothing(behind: str) -> None:
+    adapter = adapter_for("tok-qwen3")
+    sampled = f"Let me look.\n{whole('tok-qwen3', '{}')}"
+    calls = called(adapter, sampled, "Let me look.")
+    assert f"assistant\n{sampled}<|im_end|>" in shown(adapter, calls, str, f"Let me look.{behind}")
+
+
+def test_no_arguments_are_an_empty_object(family: tuple[str, GenericAdapter]) -> None:
+    name, adapter = family
+    (call,) = called(adapter, whole(name, "{ }"))
+    for number in (call["id"], "123456789"):
+        assert stands(name, "{}", shown(adapter, [sent(number, "")], str))
+
+
+@pytest.mark.parametrize("depth", [100, 600, 900, 960, 970, 980, 990, 5000])
+def test_deep_arguments_fail_as_they_do_in_the_template(family: tuple[str, GenericAdapter], depth: int) -> None:
+    _, adapter = family
+    deep = '{"a":' * depth + "1" + "}" * depth
+    numbers = [known["id"] for text in OTHERWISE.values() for known in called(adapter, text)]
+    for number in (*numbers, "123456789"):
+        with suppress(TemplateError):
+            shown(adapter, [sent(number, deep)], str)
+    assert depth > 900 or shown(adapter, [sent("123456789", deep)], str)
+    called(adapter, whole(family[0], deep))
+
+
+def test_templates_that_print_arguments_as_they_are_print_their_text() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    adapter = adapter_for("tok-qwen3", template)
+    calls = called(adapter, '{"name": "alpha", "arguments": {"a":1}} And more.')
+    assert '<call>alpha {"a":1}</call>' in shown(adapter, calls, str)
+
+
+def test_both_templates_of_a_tokenizer_are_tried() -> None:
+    """Requests with tools may get another one, which refuses results that follow a text."""
+    refuses = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}{% if tools %}{% endif %}"
+    )
+    shows = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    adapter = adapter_for("smollm2", {"default": shows, "tool_use": refuses})
+    calls = called(adapter, OTHERWISE["on one line"])
+    chat = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": "done"},
+    ]
+    assert '{"name": "alpha", "arguments": {"a": 1}}' in adapter.render(chat, TOOLS).text
+
+
+def test_messages_have_the_same_bytes_only_if_they_are_equal() -> None:
+    written = {"tool_calls": [{"function": {"arguments": WrittenObject({"a": 1}, '{"a":1}')}}]}
+    others: list[dict[str, Any]] = [
+        {"tool_calls": [{"function": {"arguments": WrittenObject({"a": 1}, '{"a": 1}')}}]},
+        {"tool_calls": [{"function": {"arguments": ['{"a":1}']}}]},
+        {"tool_calls": [{"function": {"arguments": {"a": 1}}}]},
+        {"tool_calls": repr(written["tool_calls"])},
+    ]
+    assert len({message_bytes(message) for message in (written, *others)}) == 1 + len(others)
+
+
+def test_ids_stay_what_they_are() -> None:
+    """Clients may hold ids of an earlier version."""
+    assert form_of("kw01aaaaa") == Form(1)
+    assert form_of("kw0caaaaa") == Form(0, Around(0, 0, 0, 0))
+    assert form_of("kwv6aaaaa") == Form(8, Around(3, 4, 1, 3))
+    assert form_of("kwZZaaaaa") is None

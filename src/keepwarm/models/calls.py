@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from keepwarm.core.recent import Recent
 from keepwarm.core.tools import ToolCall
 from keepwarm.errors import TemplateError
 from keepwarm.models.base import Message
@@ -16,20 +18,26 @@ from keepwarm.models.template import WrittenObject
 _PRINTS_TEXTS = re.compile(r"arguments\s+is\s+string")
 _SAID, _TOLD = "Zq", "Xr"  # texts of probes
 _NAMES = ("f", "g")
+_KEPT = 1 << 20  # bytes of what is remembered of answers
 
 
 class SampledCalls:
     """Calls of one adapter's chats.
 
-    `render` renders messages by the template, and `parse` finds the calls in an answer.
+    Each of `renders` renders messages by a template that requests may get: some tokenizers have another one for
+    requests with tools. `parse` finds the calls in an answer.
     """
 
     def __init__(
-        self, render: Callable[[list[Message]], str], parse: Callable[[str], list[ToolCall]], template: str
+        self, renders: Sequence[Callable[[list[Message]], str]], parse: Callable[[str], list[ToolCall]], template: str
     ) -> None:
-        self._render = render
+        self._renders = renders
+        self._known: Recent[bytes, bool] = Recent(_KEPT)
         self._parse = parse
         self._texts = bool(_PRINTS_TEXTS.search(template))  # most print objects
+
+    def forget(self) -> None:
+        self._known.clear()
 
     def shown(self, chat: list[Message]) -> list[Message]:
         """Return the messages with what the template should print for their calls.
@@ -42,11 +50,13 @@ class SampledCalls:
         return [self._message(message) if isinstance(message.get("tool_calls"), list) else message for message in chat]
 
     def _message(self, message: Message) -> Message:
-        calls = message["tool_calls"]
-        text = self._whole(message["content"], calls)
+        calls, said = message["tool_calls"], message["content"].strip()
+        # clients of streams add the white space that follows a text
+        own = {"content": said} if calls and all(map(_around, calls)) else {}
+        text = self._whole(said, calls)
         if text is not None:
             return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
-        return message | {"tool_calls": [self._call(call) for call in calls]}
+        return message | own | {"tool_calls": [self._call(call) for call in calls]}
 
     def _call(self, call: Any) -> Any:
         found = function_of(call)
@@ -64,32 +74,28 @@ class SampledCalls:
         written: list[tuple[Form, str, str]] = []
         values: list[ToolCall] = []
         for call in calls:
-            found, form = function_of(call), form_of(call.get("id")) if isinstance(call, dict) else None
+            found, form = function_of(call), _form(call)
             if found is None or form is None or form.around is None or not isinstance(found[0].get("name"), str):
                 return None
             function, value = found
             written.append((form, function["name"], form.arguments(function["arguments"], value)))
             values.append(ToolCall(function["name"], value))
         own = self._own
-        first = own["said" if said.strip() else "alone"]
+        first = own["said" if said else "alone"]
         if all(form.around == (own["next"] if n else first) for n, (form, _, _) in enumerate(written)):
             return None
         text = written_again(said, written)
-        return text if self._shows_texts and self._parse(text) == values else None
+        return text if self._parse(text) == values and self._shows(text, len(said)) else None
 
     @cached_property
     def _own(self) -> dict[str, Around | None]:
         """How the template writes a call: alone, behind a text, and behind another call."""
-        alone, behind = self._written("", 1), self._written(_SAID, 1)
-        following = self._written("", 2)
-        return {
-            "alone": alone[0] if alone else None,
-            "said": behind[0] if behind else None,
-            "next": following[1] if following else None,
-        }
+        probes = {"alone": ("", 1), "said": (_SAID, 1), "next": ("", 2)}
+        found = {name: {self._written(render, *probe) for render in self._renders} for name, probe in probes.items()}
+        return {name: each.pop() if len(each) == 1 else None for name, each in found.items()}
 
-    def _written(self, said: str, count: int) -> list[Around] | None:
-        """Return what the template writes around calls; None if it is nothing that an id can tell."""
+    def _written(self, render: Callable[[list[Message]], str], said: str, count: int) -> Around | None:
+        """Return what the template writes around the last of some calls; None if it is nothing that an id can tell."""
         calls = [ToolCall(name, {"q": 1}, '{"q": 1}') for name in _NAMES[:count]]
         sent = [
             {"id": f"00000000{n}", "type": "function", "function": {"name": call.name, "arguments": call.written}}
@@ -98,30 +104,46 @@ class SampledCalls:
         message = {"role": "assistant", "content": said, "tool_calls": [self._call(call) for call in sent]}
         chat = [{"role": "user", "content": "Ab"}]
         try:
-            without = self._render([*chat, {"role": "assistant", "content": _SAID}])
-            text = self._render([*chat, message])
+            without = render([*chat, {"role": "assistant", "content": _SAID}])
+            text = render([*chat, message])
         except TemplateError:
             return None
         before, _, after = without.rpartition(_SAID)
         if not (text.startswith(before) and text.endswith(after)):
             return None
         ids = call_ids(text[len(before) : len(text) - len(after)], said, calls)
-        forms = [form_of(one) for one in ids]
-        arounds = [form.around for form in forms if form is not None and form.around is not None]
-        return arounds if len(arounds) == count else None
+        return form.around if (form := form_of(ids[-1])) is not None else None
 
-    @cached_property
-    def _shows_texts(self) -> bool:
-        """Whether the template shows an answer with a call as text, and the call's result after it."""
-        text = '```json\n{"name": "f", "arguments": {"q": 1}}\n```'
+    def _shows(self, answer: str, said: int) -> bool:
+        """Whether all templates show what follows the first `said` characters of an answer, and a result after it.
+
+        Some show no results without calls, or take what stands before a "</think>" for reasoning.
+        """
+        key = hashlib.sha256(f"{said} {answer}".encode("utf-8", "surrogatepass")).digest()
+        shows = self._known.get(key)
+        if shows is None:
+            shows = self._tried(answer, answer[said:].strip())
+            self._known.put(key, shows, len(key))
+        return shows
+
+    def _tried(self, answer: str, calls: str) -> bool:
         chat = [
             {"role": "user", "content": "Ab"},
-            {"role": "assistant", "content": text},
+            {"role": "assistant", "content": answer},
             {"role": "tool", "tool_call_id": "000000000", "name": "f", "content": _TOLD},
             {"role": "assistant", "content": _SAID},
             {"role": "user", "content": "Cd"},
         ]
         try:
-            return _TOLD in self._render(chat).partition(text)[2] and text in self._render(chat[:3])
+            texts = [render(part) for render in self._renders for part in (chat[:3], chat)]
         except TemplateError:
             return False
+        return all(_TOLD in text.partition(calls)[2] for text in texts)
+
+
+def _form(call: Any) -> Form | None:
+    return form_of(call.get("id")) if isinstance(call, dict) else None
+
+
+def _around(call: Any) -> Around | None:
+    return form.around if (form := _form(call)) is not None else None

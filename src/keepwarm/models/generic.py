@@ -80,8 +80,9 @@ class GenericAdapter:
         self._checked: Recent[str, bool] = Recent(_KEPT)
         self._headers: Recent[bytes, _Header] = Recent(_KEPT)
         self._beginnings = Beginnings(tokenizer)
-        render, parse = partial(self._text, kwargs=self._args, answer=False), partial(self._calls_in, names=None)
-        self._calls = SampledCalls(render, parse, self._template)
+        tools = [None, shown_tools([_PROBE_TOOL])][: 1 + (tokenizer.template() != tokenizer.template(tools=True))]
+        renders = [partial(self._text, kwargs=self._args | {"tools": each}, answer=False) for each in tools]
+        self._calls = SampledCalls(renders, partial(self._calls_in, names=None), self._template)
 
     @cached_property
     def identity(self) -> str:
@@ -92,8 +93,8 @@ class GenericAdapter:
         """Forget the texts of earlier prompts, here and in the tokenizer."""
         for memory in (self._tools, self._checked, self._headers):
             memory.clear()
-        self._beginnings.forget()
-        self._tokenizer.forget()
+        for part in (self._beginnings, self._calls, self._tokenizer):
+            part.forget()
 
     # ---- what families override ----
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from keepwarm.core.tools import ToolCall
 
-# Places in these tuples are numbers in ids: never move one, add at the end.
+# Places here and in `_AROUNDS` are numbers in ids: never move one, add at the end. An id that is read otherwise by
+# another version only costs the reuse of its call.
 _STYLES: tuple[Callable[[Any], str] | None, ...] = (
     lambda value: json.dumps(value, ensure_ascii=False),  # as chat templates write
     lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":")),
@@ -44,7 +45,7 @@ _FENCES = (  # the longer ones first: the last one fits everywhere
     ("", ""),
 )
 _GAPS = ("", "\n", "\n\n", " ")
-_SIZES = (len(_STYLES), 1 + len(_LAYOUTS) * len(_FENCES) * len(_KEYS) * len(_GAPS))
+_MOST_STYLES = 12  # there is room for a few more
 _DIGITS = string.digits + string.ascii_letters
 _MARK = "kw"
 _PLACES = 8  # of equal arguments in a text that are looked at
@@ -79,8 +80,7 @@ class Form:
 
     def arguments(self, sent: str, value: Any) -> str:
         """Return the arguments as they were sampled, from the client's text and the value in it."""
-        write = _STYLES[self.style]
-        return sent if write is None else write(value)
+        return sent if (text := _text(self.style, value)) is None else text
 
 
 _AROUNDS = [
@@ -90,7 +90,7 @@ _AROUNDS = [
     for key in range(len(_KEYS))
     for gap in range(len(_GAPS))
 ]
-_NUMBERS = {around: number for number, around in enumerate(_AROUNDS, 1)}
+_NUMBERS: dict[Around | None, int] = {around: number for number, around in enumerate(_AROUNDS, 1)}
 
 
 def plain_text(value: Any) -> str:
@@ -118,8 +118,8 @@ def form_of(call_id: Any) -> Form | None:
     if not isinstance(call_id, str) or len(call_id) != 9 or not call_id.startswith(_MARK):
         return None
     digits = [_DIGITS.find(letter) for letter in call_id[2:]]
-    around, style = divmod(digits[0] * len(_DIGITS) + digits[1], _SIZES[0])
-    if min(digits) < 0 or around >= _SIZES[1]:
+    around, style = divmod(digits[0] * len(_DIGITS) + digits[1], _MOST_STYLES)
+    if min(digits) < 0 or around > len(_AROUNDS) or style >= len(_STYLES):
         return None
     return Form(style, _AROUNDS[around - 1] if around else None)
 
@@ -135,26 +135,39 @@ def written_again(said: str, calls: Sequence[tuple[Form, str, str]]) -> str:
 
 
 def function_of(call: Any) -> tuple[Mapping[str, Any], dict[str, Any]] | None:
-    """Return the function of a call in OpenAI's shape, and its arguments as an object; None where they are none."""
+    """Return the function of a call in OpenAI's shape, and its arguments as an object; None where they are none.
+
+    Clients that put a stream together send an empty text where there are no arguments: it becomes an empty object.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return None
+    function = {**function, "arguments": function["arguments"] or "{}"}
     try:
-        value = json.loads(function["arguments"] or "{}")
+        value = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return None
     return (function, value) if isinstance(value, dict) else None
 
 
 def _id(form: Form) -> str:
-    number = (_NUMBERS[form.around] if form.around else 0) * _SIZES[0] + form.style
+    number = _NUMBERS.get(form.around, 0) * _MOST_STYLES + form.style
     code = "".join(_DIGITS[digit] for digit in divmod(number, len(_DIGITS)))
     return _MARK + code + "".join(secrets.choice(_DIGITS) for _ in range(5))
 
 
 def _style(call: ToolCall) -> int:
     text = arguments_text(call)
-    return next(n for n, write in enumerate(_STYLES) if write is None or write(call.arguments) == text)
+    return next(n for n in range(len(_STYLES)) if _text(n, call.arguments) in (text, None))
+
+
+def _text(style: int, value: Any) -> str | None:
+    """Return a value in a style; None if that is not known."""
+    write = _STYLES[style]
+    try:
+        return None if write is None else write(value)
+    except RecursionError:
+        return None
 
 
 def _arounds(text: str, said: str, calls: Sequence[ToolCall]) -> list[Around] | None:

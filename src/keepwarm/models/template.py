@@ -37,6 +37,8 @@ _LOOP = frozenset({"first", "last", "index", "index0", "length", "revindex", "re
 _END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _WRITTEN = secrets.token_hex(16)  # in no user's text
+_NAMED = re.compile(rf'"{_WRITTEN}(\d+)\."')
+_LEVELS = 8  # most objects and lists around a WrittenObject: messages, their calls, and what templates put around them
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
 
@@ -62,7 +64,7 @@ class JsonArray(list[Any]):
 
 
 class WrittenObject(dict[str, Any]):
-    """An object that `tojson` writes as the text it was read from."""
+    """An object that templates print as the text it was read from."""
 
     __slots__ = ("written",)
 
@@ -70,16 +72,16 @@ class WrittenObject(dict[str, Any]):
         super().__init__(value)
         self.written = written
 
-    def __repr__(self) -> str:
-        return f"WrittenObject({self.written!r})"
+    def __str__(self) -> str:
+        return self.written
 
 
 def message_bytes(message: dict[str, Any]) -> bytes:
     """Return bytes that are equal only for messages which are rendered equally."""
     try:
         return marshal.dumps(message, 2)
-    except ValueError:  # a WrittenObject in a call
-        return marshal.dumps({**message, "tool_calls": repr(message["tool_calls"])}, 2)
+    except ValueError:  # a WrittenObject in a call; no message holds a tuple
+        return marshal.dumps(_replaced(message, lambda part: (part.written,)), 2)
 
 
 def frozen(value: Any) -> Any:
@@ -205,18 +207,21 @@ def _as_written(value: Any, write: Callable[[Any], str]) -> str:
     """Write a value as JSON, the WrittenObjects in it as the texts they were read from."""
     texts: list[str] = []
 
-    def named(part: Any) -> Any:
-        if isinstance(part, WrittenObject):
-            texts.append(part.written)
-            return f"{_WRITTEN}{len(texts) - 1}."
-        if isinstance(part, dict):
-            return {key: named(item) for key, item in part.items()}
-        return list(map(named, part)) if isinstance(part, list) else part
+    def named(part: WrittenObject) -> str:
+        texts.append(part.written)
+        return f"{_WRITTEN}{len(texts) - 1}."
 
-    text = write(named(value))
-    for number, written in enumerate(texts):
-        text = text.replace(f'"{_WRITTEN}{number}."', written, 1)
-    return text
+    copy = _replaced(value, named)
+    return _NAMED.sub(lambda found: texts[int(found[1])], write(copy)) if texts else write(value)
+
+
+def _replaced(value: Any, put: Callable[[WrittenObject], Any], levels: int = _LEVELS) -> Any:
+    """Return a copy of a value with something else for each WrittenObject in it."""
+    if isinstance(value, WrittenObject):
+        return put(value)
+    if levels and type(value) is dict:
+        return {key: _replaced(item, put, levels - 1) for key, item in value.items()}
+    return [_replaced(item, put, levels - 1) for item in value] if levels and type(value) is list else value
 
 
 def _quicken(environment: Any) -> None:
