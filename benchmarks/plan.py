@@ -206,9 +206,10 @@ STEPS = (
         "prove",
         ("{python} benchmarks/peers/prove.py --work {work} --output {out}/prove.jsonl",),
         ("prove.jsonl",),
-        4,
-        ("peer vllm",),
+        6,
+        ("peer vllm", "peer llama-server"),
         "--servers keepwarm --new 4",
+        holds=('"server": "vllm-eager"', '"server": "llama.cpp"'),
     ),
     Step(
         "field",
