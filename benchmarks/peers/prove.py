@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16, help="sequences at once that a server is started for")
     parser.add_argument("--new", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--gguf", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="llama.cpp's")
+    parser.add_argument("--gguf", choices=("float32", "bfloat16", "float16"), default="float16", help="llama.cpp's")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=cache_dir() / "peers", help="environments, model files, logs")
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "prove.jsonl")
