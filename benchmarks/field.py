@@ -71,7 +71,7 @@ _TURNS = {
     },
     "prompt_output": {"num_tokens": {"distribution": "constant", "value": 32}},
 }
-# aiperf's default, with sizes and delays divided by about 22.
+# aiperf's default, with sizes and delays divided by about 22; sessions end earlier.
 _AGENTS = {
     "new_tokens_per_turn": {"mean": 270, "median": 270, "max": 450, "bias": 1.1},
     "generation_length": {"mean": 32, "median": 32, "max": 48},
@@ -81,7 +81,7 @@ _AGENTS = {
         "human_delay": {"mean": 1800, "median": 1100, "max": 5400},
     },
     "reset": {"base_probability": 0.01, "context_scaling": 1.5},
-    "max_prompt_tokens": 7000,
+    "max_prompt_tokens": 5000,
     "block_size": 64,
     "cache": {"layer1_tokens": 1472, "layer1_5_tokens": 0, "layer2": {"mean": 680, "median": 230, "max": 1360}},
 }
@@ -209,7 +209,7 @@ def agentic_code(url: str, model: str, work: Path, folder: Path) -> dict[str, An
     program = environments.aiperf(work)
     hub = _hub(folder / "hub")
     (folder / "agents.json").write_text(json.dumps(_AGENTS))
-    trace = {"--config": folder / "agents.json", "--num-sessions": 6, "--seed": 1, "--output": folder / "trace"}
+    trace = {"--config": folder / "agents.json", "--num-sessions": 4, "--seed": 1, "--output": folder / "trace"}
     run([program, "synthesize", "agentic-code", *words(trace)], folder)
     (made,) = (folder / "trace").glob("*/dataset.jsonl")
     options = {
