@@ -82,6 +82,7 @@ def test_matmul_precision_is_part_of_the_arithmetic(tokenizer: Any) -> None:
         assert engine.explain(PROMPT).cached_tokens == 48
 
 
+@pytest.mark.slow
 def test_an_adapter_added_later_is_noticed(tokenizer: Any) -> None:
     import peft
 

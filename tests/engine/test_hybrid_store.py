@@ -196,6 +196,7 @@ def test_a_purged_salt_takes_its_snapshots(model: Any, cold: Generation, tmp_pat
         assert ask(engine, salt="mine").cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_pinned_prompt_hits_after_much_else(model: Any, cold: Generation, tmp_path: Path) -> None:
     with opened(model, None, max_ram="1MiB") as engine:
         engine.warm(messages=FIRST, name="desk")

@@ -209,6 +209,7 @@ def test_jobs_change_nothing(file: Path) -> None:
     assert len(one) == 2 * (1 + len(POLICIES))
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_draws(cli: Cli, file: Path, tmp_path: Path) -> None:
     picture, lines = tmp_path / "rates.png", tmp_path / "rates.jsonl"
     done = cli("simulate", file, "--capacity", "50,100", "--replicas", "1,2", "--plot", picture, "--out", lines)

@@ -85,6 +85,7 @@ def test_scores_and_counts(answers: Journal) -> None:
     assert (same.value, same.n) == (1.0, 3)
 
 
+@pytest.mark.slow
 def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Journal, tmp_path: Path) -> None:
     times = Journal(tmp_path / queries.TIMES, queries.KEYS)
     times.begin(SETTINGS, MACHINE)

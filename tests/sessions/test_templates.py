@@ -16,7 +16,13 @@ TOOLS = [{"name": "look", "description": "Look.", "parameters": {"type": "object
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("name", tokenizers.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n in ("tok-llama3.2", "tok-mistral-nemo") else n
+        for n in tokenizers.NAMES
+    ],
+)
 def test_the_next_turn_begins_where_a_settled_one_ends(name: str, tools: Any) -> None:
     if name == "tok-mistral-nemo" and tools:
         pytest.skip("its template shows the tools with the last user message, so they move")

@@ -89,7 +89,7 @@ DiskTier.open(Path(sys.argv[1]), 1 << 30)
 """
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kill_while_the_catalogue_is_made_again_costs_no_run(tmp_path: Path, damaged: bool) -> None:
     with Archive.open(tmp_path, max_ram=0, max_disk=1 << 30) as archive:
         for seed in range(2):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -56,6 +56,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    written: str = field(default="", compare=False)  # the arguments as they were sampled; empty if that is no JSON
 
 
 def tool_list(tools: Sequence[Any] | Mapping[str, Any]) -> list[Any]:

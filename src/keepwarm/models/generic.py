@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import marshal
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,9 +22,10 @@ from keepwarm.core.tools import ToolCall, declared_ends, shown_tools, tool_name
 from keepwarm.errors import ConfigError, PromptTooLong, TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
+from keepwarm.models.calls import SampledCalls
 from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.marks import PROBES, Beginnings
-from keepwarm.models.messages import check_roles, document_pair, document_text, plain, with_argument_objects
+from keepwarm.models.messages import check_roles, document_pair, document_text, plain
 from keepwarm.models.schemas import check_tool
 from keepwarm.models.template import RESERVED, Drawn, frozen, template_variables
 from keepwarm.models.tokenizer import HFTokenizer
@@ -35,7 +35,6 @@ _KEPT = 8 << 20  # characters of what is remembered of tools, of checked tools a
 _TOOL_ENDS = 8  # most ends of tools that are looked for per request; each takes some renderings
 _USER_TAG = 64  # characters; the template's text before a user's own is shorter
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
-_PRINTS_STRINGS = re.compile(r"arguments\s+is\s+string")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +75,13 @@ class GenericAdapter:
         self._order = tool_order
         self._template = tokenizer.template(tools=True) or ""
         self._variables = template_variables(self._template)
-        self._prints_strings = bool(_PRINTS_STRINGS.search(self._template))
         self._args = self.template_defaults() | dict(template_args or {})
         self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
         self._checked: Recent[str, bool] = Recent(_KEPT)
         self._headers: Recent[bytes, _Header] = Recent(_KEPT)
         self._beginnings = Beginnings(tokenizer)
+        render, parse = partial(self._text, kwargs=self._args, answer=False), partial(self._calls_in, names=None)
+        self._calls = SampledCalls(render, parse, self._template)
 
     @cached_property
     def identity(self) -> str:
@@ -121,7 +121,7 @@ class GenericAdapter:
 
     def history(self, chat: list[Message]) -> list[Message]:
         """Messages as the family's template wants them."""
-        return chat if self._prints_strings else with_argument_objects(chat)
+        return self._calls.shown(chat)
 
     # ---- the answer ----
 

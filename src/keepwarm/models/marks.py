@@ -8,7 +8,6 @@ that the work stays in proportion to the prompt. Which messages are rendered dep
 from __future__ import annotations
 
 import hashlib
-import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from keepwarm.core.recent import Recent, common_length
 from keepwarm.core.spans import SegmentKind
 from keepwarm.errors import TemplateError
 from keepwarm.models.base import Mark, Message
-from keepwarm.models.template import Drawn
+from keepwarm.models.template import Drawn, message_bytes
 from keepwarm.models.tokenizer import HFTokenizer
 
 # user texts with first characters of different classes: what is the same before all of them is the template's own
@@ -65,7 +64,7 @@ class Beginnings:
             end = drawn.said if last and drawn.said is not None else drawn.ends[index] if drawn.ends else None
             if end is None:
                 for message in chat[named : index + 1]:  # most templates do not look ahead: then nothing is named
-                    sent = marshal.dumps(message, 2)
+                    sent = message_bytes(message)
                     key = hashlib.sha256(key + sent).digest()
                     work.passed(len(sent))
                 named = index + 1

@@ -86,29 +86,6 @@ def _values(message: Message, index: int) -> Message:
     return copy
 
 
-def with_argument_objects(chat: list[Message]) -> list[Message]:
-    """Turn the arguments of tool calls into objects: clients send JSON texts, but most templates print objects."""
-    if not any("tool_calls" in message for message in chat):
-        return chat
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for message in chat
-    ]
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
 def document_pair(document: Any) -> tuple[str, str]:
     """Return (title, text) of a document given as text or as an object with `text` and optionally `title`."""
     if isinstance(document, str):

@@ -7,9 +7,10 @@ Anything unusual goes through the tokenizer's own `apply_chat_template`.
 
 from __future__ import annotations
 
+import marshal
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ _ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 _LOOP = frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0", "depth", "depth0"})
 _END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
+_WRITTEN = secrets.token_hex(16)  # in no user's text
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
 
@@ -57,6 +59,27 @@ class JsonArray(list[Any]):
     """A list that is never changed again, and the JSON texts it was written as."""
 
     __slots__ = ("_texts",)
+
+
+class WrittenObject(dict[str, Any]):
+    """An object that `tojson` writes as the text it was read from."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, value: Mapping[str, Any], written: str) -> None:
+        super().__init__(value)
+        self.written = written
+
+    def __repr__(self) -> str:
+        return f"WrittenObject({self.written!r})"
+
+
+def message_bytes(message: dict[str, Any]) -> bytes:
+    """Return bytes that are equal only for messages which are rendered equally."""
+    try:
+        return marshal.dumps(message, 2)
+    except ValueError:  # a WrittenObject in a call
+        return marshal.dumps({**message, "tool_calls": repr(message["tool_calls"])}, 2)
 
 
 def frozen(value: Any) -> Any:
@@ -149,7 +172,7 @@ class ChatTemplate:
         def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
             texts = getattr(value, "_texts", None)
             if texts is None:
-                return write(value, *args, **kwargs)
+                return _as_written(value, lambda plain: write(plain, *args, **kwargs))
             form = repr((args, kwargs))
             if form not in texts:
                 texts[form] = write(value, *args, **kwargs)
@@ -176,6 +199,24 @@ class ChatTemplate:
             return self._direct(compiled, chat, frozen(more)).text == str(theirs)
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
             return False
+
+
+def _as_written(value: Any, write: Callable[[Any], str]) -> str:
+    """Write a value as JSON, the WrittenObjects in it as the texts they were read from."""
+    texts: list[str] = []
+
+    def named(part: Any) -> Any:
+        if isinstance(part, WrittenObject):
+            texts.append(part.written)
+            return f"{_WRITTEN}{len(texts) - 1}."
+        if isinstance(part, dict):
+            return {key: named(item) for key, item in part.items()}
+        return list(map(named, part)) if isinstance(part, list) else part
+
+    text = write(named(value))
+    for number, written in enumerate(texts):
+        text = text.replace(f'"{_WRITTEN}{number}."', written, 1)
+    return text
 
 
 def _quicken(environment: Any) -> None:

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepwarm.core.tools import ToolCall
@@ -67,16 +67,18 @@ def mistral(text: str, names: Collection[str] | None) -> list[ToolCall]:
     at = at + len("[TOOL_CALLS]") if tag else 0
     while True:
         if named := _MISTRAL_NAMED.match(text, at):
-            found = _decode(text, named.end())
+            begin = named.end()
+            found = _decode(text, begin)
             if found is None or (not tag and (names is None or named[1] not in names)):
                 return calls
             value, at = found
-            calls += _calls({"name": named[1], "arguments": value}, tag=True) or []
+            calls += _as_written(_calls({"name": named[1], "arguments": value}, tag=True), text, begin, at)
         else:
-            found = _decode(text, _GAP.match(text, at).end()) if tag else None  # type: ignore[union-attr]
+            begin = _GAP.match(text, at).end()  # type: ignore[union-attr]
+            found = _decode(text, begin) if tag else None
             if found is not None:
                 value, at = found
-                calls += _calls(value, tag=True) or []
+                calls += _as_written(_calls(value, tag=True), text, begin, at)
         following = text.find("[TOOL_CALLS]", at)
         if following >= 0:
             tag, at = True, following + len("[TOOL_CALLS]")
@@ -122,12 +124,12 @@ def _sequence(text: str, at: int, *, tag: bool) -> tuple[list[ToolCall], int]:
     """Read the calls of consecutive JSON values from `at` on, and where the last value ends (`at` if there is none)."""
     calls: list[ToolCall] = []
     while True:
-        gap = _GAP.match(text, at)
-        found = _decode(text, gap.end() if gap else at)
+        begin = _GAP.match(text, at).end()  # type: ignore[union-attr]
+        found = _decode(text, begin)
         if found is None:
             return calls, at
         value, at = found
-        calls += _calls(value, tag=tag) or []
+        calls += _as_written(_calls(value, tag=tag), text, begin, at)
 
 
 def _refuse(constant: str) -> Any:
@@ -135,6 +137,8 @@ def _refuse(constant: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)  # models do write line breaks inside strings
+_STRICT = json.JSONDecoder(parse_constant=_refuse)  # as clients read
+_LEVELS = 8  # most objects from the beginning of a call to its arguments
 
 
 def _decode(text: str, at: int) -> tuple[Any, int] | None:
@@ -167,6 +171,33 @@ def _calls(value: Any, *, tag: bool) -> list[ToolCall] | None:
     if arguments is None:
         arguments = {}
     return [ToolCall(name, arguments)] if isinstance(arguments, dict) else None
+
+
+def _as_written(calls: list[ToolCall] | None, text: str, begin: int, end: int) -> list[ToolCall]:
+    """Return calls that were read from a part of the text, each with its arguments as they stand there."""
+    found = []
+    for call in calls or ():
+        place = _place(call.arguments, text, begin, end)
+        if place is not None:
+            call, begin = replace(call, written=text[slice(*place)]), place[1]
+        found.append(call)
+    return found
+
+
+def _place(arguments: dict[str, Any], text: str, begin: int, end: int) -> tuple[int, int] | None:
+    """Return where an object stands in a part of the text; None if it does not, or not in JSON as clients read it."""
+    for _ in range(_LEVELS):
+        begin = text.find("{", begin, end)
+        if begin < 0:
+            return None
+        try:
+            value, after = _STRICT.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return None
+        if value == arguments:
+            return begin, after
+        begin += 1
+    return None
 
 
 def _keyword_arguments(source: str) -> dict[str, Any] | None:

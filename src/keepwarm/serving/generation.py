@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from pydantic import BaseModel
 
 from keepwarm.core.results import Generation
+from keepwarm.models.spelling import arguments_text, call_ids
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.events import disconnected
 from keepwarm.serving.protocols import misses
@@ -99,9 +99,26 @@ def said_before_calls(text: str) -> str | None:
     return ToolGate().push(text).strip() or None
 
 
-def call_id() -> str:
-    """Make the id of a call: nine letters and digits, as Mistral's templates want them."""
-    return secrets.token_hex(5)[:9]
+class ShownCall(NamedTuple):
+    """A call as clients get it. `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+    value: dict[str, Any]
+
+
+def shown_calls(service: Service, result: Generation) -> list[ShownCall]:
+    """Return the calls in an answer, with ids that say how they were written."""
+    calls = result.tool_calls
+    if not calls:
+        return []
+    decoded = service.running.pipeline.tokenizer.decode(list(result.token_ids))
+    whole = decoded.startswith(result.text)  # else special tokens were left out of the text
+    ids = call_ids(result.text, said_before_calls(result.text) or "", calls, whole=whole)
+    return [
+        ShownCall(one, call.name, arguments_text(call), call.arguments) for one, call in zip(ids, calls, strict=True)
+    ]
 
 
 def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any]]:

@@ -65,8 +65,9 @@ native.receive(reads, replies)
 """
 
 
-@pytest.mark.parametrize("server", ["stalls", pytest.param("trickles", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["stalls", "trickles"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_process_that_waits(server: str, number: signal.Signals) -> None:
     handler = (  # who starts in the background ignores SIGINT from birth
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -98,6 +98,9 @@ def test_openai(of_openai: Any) -> None:
             for part in chunk.choices[0].delta.tool_calls or ()
         ]
         assert {part.index for part in parts} == {0}
+        told = of_openai.chat.completions.create(**one, logprobs=True).choices[0]
+        sampled = b"".join(bytes(each.bytes) for each in told.logprobs.content).decode()
+        assert f'"arguments": {call.function.arguments}' in sampled, "as it was sampled"
         assert "".join(part.function.arguments for part in parts) == call.function.arguments
 
 

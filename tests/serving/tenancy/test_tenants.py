@@ -288,6 +288,7 @@ def test_a_stream_that_is_broken_off_is_charged(keyed: Keyed) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
 
 
+@pytest.mark.slow
 def test_what_only_prepares_or_looks_enters_the_limits_too(keyed: Keyed) -> None:
     chatted = [{"role": "user", "content": "hi"}]
     paths: dict[str, dict[str, Any]] = {

@@ -296,6 +296,7 @@ def test_killed_and_started_again_it_takes_what_waited(opened: Callable[..., Arc
         assert Prompt(1).loads(other) == {"redis": LENGTH}
 
 
+@pytest.mark.slow
 def test_an_object_store_that_stops_and_comes_back(opened: Callable[..., Archive]) -> None:
     with s3_server() as server:
         url = server.bucket("again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -12,17 +11,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
-from keepwarm.core.tools import ToolCall
+from keepwarm.models.spelling import plain_text
 from keepwarm.serving.answers import UNSTORED, Answer, Answers, written_tokens
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import (
-    call_id,
+    ShownCall,
     described,
     errors_as,
     log_generation,
     new_tokens,
     said_before_calls,
     sampling,
+    shown_calls,
     single,
 )
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
@@ -177,7 +177,7 @@ def _turns(role: str, blocks: Sequence[Any], tools: DeferredTools) -> list[dict[
             title = f"{block.title}\n\n" if block.title else ""
             texts.append({"type": "text", "text": f"{title}{block.source.data}\n\n"})
         elif block.type in ("tool_use", "server_tool_use"):
-            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            function = {"name": block.name, "arguments": plain_text(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "tool_result":
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
@@ -234,6 +234,10 @@ def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -
 # ---- the answer ----
 
 
+def _call(call: ShownCall, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
 class _About:
     """All that an answer says besides its text."""
 
@@ -270,10 +274,10 @@ class _About:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.body.model}
 
     def message(self, result: Generation, answer: Answer) -> dict[str, Any]:
-        calls = result.tool_calls
+        calls = shown_calls(self.service, result)
         text = (said_before_calls(result.text) or "") if calls else result.text
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
-        content += [{"type": "tool_use", "id": call_id(), "name": call.name, "input": call.arguments} for call in calls]
+        content += [_call(call, call.value) for call in calls]
         return {
             **self.head(),
             "content": content,
@@ -283,7 +287,7 @@ class _About:
             "keepwarm": described(result, answer),
         }
 
-    def stop(self, result: Generation, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def stop(self, result: Generation, calls: Sequence[ShownCall]) -> dict[str, Any]:
         if calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if result.finish_reason != "stop":
@@ -355,7 +359,7 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
             yield named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
     result = answer.result
     assert result is not None
-    calls = result.tool_calls
+    calls = shown_calls(about.service, result)
     rest = gate.rest() if gate and not calls else ""
     if not open_text and (rest or not calls):
         open_text = True
@@ -366,10 +370,9 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
         yield named("content_block_stop", index=index)
         index += 1
     for call in calls:
-        block = {"type": "tool_use", "id": call_id(), "name": call.name, "input": {}}
-        yield named("content_block_start", index=index, content_block=block)
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        yield named("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": arguments})
+        yield named("content_block_start", index=index, content_block=_call(call, {}))
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        yield named("content_block_delta", index=index, delta=delta)
         yield named("content_block_stop", index=index)
         index += 1
     more = {"keepwarm": described(result, answer), "diagnostics": about.diagnosed(result, answer)}

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from keepwarm.core.results import Generation
-from keepwarm.serving.generation import call_id
+from keepwarm.serving.generation import ShownCall
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.schemas import responses as shapes
 
@@ -146,15 +145,15 @@ def message_item(number: str, status: str, *content: dict[str, Any]) -> dict[str
     return {"id": number, "type": "message", "status": status, "role": "assistant", "content": list(content)}
 
 
-def call_items(result: Generation, write: Any) -> list[dict[str, Any]]:
+def call_items(calls: Sequence[ShownCall]) -> list[dict[str, Any]]:
     return [
         {
             "id": new_id("function_call"),
             "type": "function_call",
             "status": "completed",
-            "call_id": call_id(),
+            "call_id": call.id,
             "name": call.name,
-            "arguments": write(call.arguments),
+            "arguments": call.arguments,
         }
-        for call in result.tool_calls
+        for call in calls
     ]

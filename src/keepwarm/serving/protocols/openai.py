@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -11,17 +10,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from keepwarm.core.tools import ToolCall
 from keepwarm.serving.answers import Answers, usage_of
 from keepwarm.serving.events import HEARTBEAT, disconnected, event
 from keepwarm.serving.generation import (
-    call_id,
+    ShownCall,
     described,
     errors_as,
     log_generation,
     new_tokens,
     said_before_calls,
     sampling,
+    shown_calls,
     single,
     token_logprobs,
 )
@@ -186,7 +185,7 @@ def _part_seconds(part: shapes.TextPart, general: float) -> float:
 def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> dict[str, Any]:
     choices, results = [], answers.results
     for index, result in enumerate(results):
-        calls = result.tool_calls
+        calls = shown_calls(about.service, result)
         message: dict[str, Any] = {"role": "assistant", "content": result.text}
         if calls:
             message |= {"content": said_before_calls(result.text), "tool_calls": [_call(call) for call in calls]}
@@ -205,9 +204,8 @@ def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> 
     }
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _call(call: ShownCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest) -> AsyncGenerator[bytes, None]:
@@ -236,7 +234,7 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
     for answer in answers.each:
         result = answer.result
         assert result is not None
-        calls = result.tool_calls
+        calls = shown_calls(about.service, result)
         gate = gates.get(answer.index)
         if gate and not calls and (rest := gate.rest()):
             yield chunk(answer.index, {"content": rest})

@@ -10,10 +10,10 @@ from fastapi import Request
 from keepwarm.core.results import Generation, Piece
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.events import HEARTBEAT, event
-from keepwarm.serving.generation import log_generation
+from keepwarm.serving.generation import log_generation, shown_calls
 from keepwarm.serving.protocols import items as convert
 from keepwarm.serving.protocols.errors import Protocol, in_stream
-from keepwarm.serving.protocols.response_objects import Wanted, is_cut, written
+from keepwarm.serving.protocols.response_objects import Wanted, is_cut
 
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 _STILL = b": still at work\n\n"
@@ -89,7 +89,7 @@ class _Said:
             yield from self._delta(rest) if rest else self._opened()
         if self._open:
             yield from self._closed("incomplete" if is_cut(result) else "completed", whole=not result.tool_calls)
-        for item in convert.call_items(result, written):
+        for item in convert.call_items(shown_calls(self._wanted.about.service, result)):
             yield from self._call(item)
 
     def _opened(self) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answer, written_tokens
-from keepwarm.serving.generation import described, token_logprobs
+from keepwarm.serving.generation import described, shown_calls, token_logprobs
 from keepwarm.serving.protocols import items as convert
 from keepwarm.serving.protocols.choices import About
 from keepwarm.serving.schemas import responses as shapes
@@ -120,12 +119,7 @@ def whole(wanted: Wanted, result: Generation, answer: Answer) -> dict[str, Any]:
         status = "incomplete" if is_cut(result) else "completed"
         part = convert.text_part(text, logprobs)
         output.append(convert.message_item(convert.new_id("message"), status, part))
-    return wanted.ended(result, answer, [*output, *convert.call_items(result, written)])
-
-
-def written(arguments: Any) -> str:
-    """Return the arguments of a call as text."""
-    return json.dumps(arguments, ensure_ascii=False)
+    return wanted.ended(result, answer, [*output, *convert.call_items(shown_calls(wanted.about.service, result))])
 
 
 def usage_of(result: Generation) -> dict[str, Any]:
