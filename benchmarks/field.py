@@ -8,11 +8,12 @@
 | `multi_turn` | vLLM: `benchmark_serving_multi_turn.py` | conversations that grow, two clients |
 | `long_doc_qa` | LMCache: `lmcache bench engine` | each document once, then questions about them in random order |
 | `multi_round_chat` | LMCache: `lmcache bench engine` | conversations on one system prompt, at a fixed rate |
+| `agentic_code` | NVIDIA: `aiperf synthesize`, `aiperf profile` | sessions of a coding agent, two at a time |
 
 Each tool meets each server with an empty cache, and sends it the same requests. Their sizes are made smaller, by the
 tools' own options, to what two cores can do in a minute or two. vLLM's tools run in its peer environment
-(`peers/environments.py`); the second one is taken from vLLM's source package, and LMCache's from its wheel. Needs an
-otherwise idle machine.
+(`peers/environments.py`); the second one is taken from vLLM's source package, and LMCache's from its wheel. aiperf has
+an environment of its own. Needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ SOURCE = (
 )
 SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
 _LONGEST = 900  # seconds that a tool may take
+_HUB_NAME = "keepwarm/demo"
 
 # `vllm` itself asks for the metadata of a package of that name, which the build for CPUs has not.
 _VLLM_BENCH = """
@@ -68,6 +70,20 @@ _TURNS = {
         "num_tokens": {"distribution": "uniform", "min": 60, "max": 80},
     },
     "prompt_output": {"num_tokens": {"distribution": "constant", "value": 32}},
+}
+# aiperf's default, with sizes and delays divided by about 22; sessions end earlier.
+_AGENTS = {
+    "new_tokens_per_turn": {"mean": 270, "median": 270, "max": 450, "bias": 1.1},
+    "generation_length": {"mean": 32, "median": 32, "max": 48},
+    "inter_turn_delay": {
+        "agentic_fraction": 0.7,
+        "agentic_delay": {"mean": 115, "median": 80, "max": 450},
+        "human_delay": {"mean": 1800, "median": 1100, "max": 5400},
+    },
+    "reset": {"base_probability": 0.01, "context_scaling": 1.5},
+    "max_prompt_tokens": 5000,
+    "block_size": 64,
+    "cache": {"layer1_tokens": 1472, "layer1_5_tokens": 0, "layer2": {"mean": 680, "median": 230, "max": 1360}},
 }
 
 
@@ -189,9 +205,54 @@ def multi_round_chat(url: str, model: str, work: Path, folder: Path) -> dict[str
     return _lmcache("multi-round-chat", given, url, model, work, folder)
 
 
+def agentic_code(url: str, model: str, work: Path, folder: Path) -> dict[str, Any]:
+    program = environments.aiperf(work)
+    hub = _hub(folder / "hub")
+    (folder / "agents.json").write_text(json.dumps(_AGENTS))
+    trace = {"--config": folder / "agents.json", "--num-sessions": 4, "--seed": 1, "--output": folder / "trace"}
+    run([program, "synthesize", "agentic-code", *words(trace)], folder)
+    (made,) = (folder / "trace").glob("*/dataset.jsonl")
+    options = {
+        "--url": url,
+        "--model": model,
+        "--tokenizer": _HUB_NAME,
+        "--endpoint-type": "chat",
+        "--custom-dataset-type": "mooncake_trace",
+        "--input-file": made,
+        "--isl-block-size": _AGENTS["block_size"],
+        "--concurrency": 2,
+        "--extra-inputs": "ignore_eos:true",
+        "--random-seed": 1,
+        "--workers-max": 1,
+        "--record-processor-service-count": 1,
+        "--export-level": "summary",
+        "--ui": "none",
+        "--artifact-dir": folder / "found",
+    }
+    flags = ["--streaming", "--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics"]
+    run([program, "profile", *words(options), *flags], folder, HF_HUB_CACHE=str(hub))
+    found = json.loads((folder / "found" / "profile_export_aiperf.json").read_text())
+    return {
+        "requests": round(found["request_count"]["avg"]),
+        "failed": round((found.get("error_request_count") or {"avg": 0})["avg"]),
+        "ttft_ms": {name: round(found["time_to_first_token"][name], 1) for name in ("p50", "p90", "max")},
+        "tokens_per_s": round(found["output_token_throughput"]["avg"], 1),
+    }
+
+
 TOOLS: dict[str, Callable[[str, str, Path, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (prefix_repetition, multi_turn, long_doc_qa, multi_round_chat)
+    each.__name__: each for each in (prefix_repetition, multi_turn, long_doc_qa, multi_round_chat, agentic_code)
 }
+
+
+def _hub(folder: Path) -> Path:
+    """The model's folder as Hugging Face's cache has it: aiperf's processes find a tokenizer nowhere else."""
+    kept = folder / f"models--{_HUB_NAME.replace('/', '--')}"
+    for name in ("refs", "snapshots"):
+        (kept / name).mkdir(parents=True)
+    (kept / "refs" / "main").write_text("one")
+    (kept / "snapshots" / "one").symlink_to(demo_model())
+    return folder
 
 
 def _source(work: Path) -> Path:

@@ -40,7 +40,7 @@ _SPEED = (
 _QWEN = "{models}/qwen2.5-0.5b"
 _FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl"
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
-_FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat")
+_FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", "agentic_code")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
 _SIMULATE = f"{_CLI} simulate --match blocks --jobs 2 --out {{out}}/simulate.jsonl"
 _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
@@ -207,14 +207,15 @@ STEPS = (
         ("{python} benchmarks/peers/prove.py --work {work} --output {out}/prove.jsonl",),
         ("prove.jsonl",),
         4,
-        ("peer vllm",),
+        ("peer vllm", "peer llama-server"),
         "--servers keepwarm --new 4",
+        holds=('"server": "vllm-eager"', '"server": "llama.cpp"'),
     ),
     Step(
         "field",
         ("{python} benchmarks/field.py --work {work} --output {out}/field.jsonl",),
         ("field.jsonl",),
-        8,
+        14,
         ("peer vllm",),
         "--servers keepwarm --tools long_doc_qa",
         holds=tuple(f'"tool": "{tool}", "server": "vllm"' for tool in _FIELD),

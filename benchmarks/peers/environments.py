@@ -38,6 +38,7 @@ LLAMACPP = "llama-cpp-python==0.3.36"
 MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
 ROUTER = "vllm-router==0.1.17"
 KVBOOST = "kvboost==0.9.0"
+AIPERF = "aiperf==0.13.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
 _GGML = {
     "avx2": "AVX2",
@@ -158,6 +159,15 @@ def kvboost(work: Path) -> Path:
         pip(python, "install", TORCH, KVBOOST)
         done.touch()
     return python
+
+
+def aiperf(work: Path) -> Path:
+    """NVIDIA's benchmark of servers, a program."""
+    python, done = _fresh(work / "aiperf", AIPERF)
+    if not done.exists():
+        pip(python, "install", AIPERF)
+        done.touch()
+    return python.parent / "aiperf"
 
 
 def variables(python: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""What `keepwarm prove --url` says of servers: Keepwarm's own beside vLLM's, each alone, asked again after a restart.
+"""What `keepwarm prove --url` says of servers: Keepwarm's own beside vLLM's and llama.cpp's, each alone, asked again
+after a restart.
 
-    python benchmarks/peers/prove.py [--servers keepwarm vllm-eager] [--new 16] [--output FILE]
+    python benchmarks/peers/prove.py [--servers keepwarm vllm-eager llama.cpp] [--new 16] [--output FILE]
 
 Adds a line for each server to `prove.jsonl`. Needs an otherwise idle machine.
 """
@@ -48,10 +49,11 @@ def visit(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--servers", nargs="*", choices=SERVERS, default=["keepwarm", "vllm-eager"])
+    parser.add_argument("--servers", nargs="*", choices=SERVERS, default=["keepwarm", "vllm-eager", "llama.cpp"])
     parser.add_argument("--clients", type=int, default=16, help="sequences at once that a server is started for")
     parser.add_argument("--new", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--gguf", choices=("float32", "bfloat16", "float16"), default="float16", help="llama.cpp's")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=cache_dir() / "peers", help="environments, model files, logs")
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "prove.jsonl")

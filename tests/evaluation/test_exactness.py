@@ -31,7 +31,8 @@ class Foreign:
     """What the stand-in does, and what it was asked."""
 
     refuses: frozenset[str] = frozenset()  # fields
-    ignores_salts: bool = False
+    heeds: frozenset[str] = frozenset({"cache_salt", "cache_prompt"})  # fields that make it answer cold
+    keeps_decoded: bool = False  # whether tokens of an answer are cached, too
     tells_cached: bool = True
     warm_shift: str = "0"  # added to a log-probability of a prompt that was asked before
     crowd_word: str = ""  # said instead, while others are answered
@@ -47,12 +48,14 @@ class Foreign:
     def answer(self, body: dict[str, Any]) -> tuple[list[str], list[Decimal], int, int]:
         """Words after a prompt, their log-probabilities, tokens of the prompt, and how many of them are cached."""
         prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        salt = "" if self.ignores_salts else body.get("cache_salt", "")
-        warm = salt + prompt in self.seen
-        self.seen.add(salt + prompt)
+        salt = body.get("cache_salt", "") if "cache_salt" in self.heeds else ""
+        fresh = "cache_prompt" in self.heeds and body.get("cache_prompt") is False
+        warm = not fresh and salt + prompt in self.seen
         length = len(prompt.split(" "))
         words = [f" {number}" for number in range(length, length + body["max_tokens"])]
         values = [Decimal(-number) / 1000 for number in range(length, length + body["max_tokens"])]
+        kept = len(words) if self.keeps_decoded else 0
+        self.seen |= {salt + prompt + "".join(words[:end]) for end in range(kept + 1)}
         if warm:
             values[-1] += Decimal(self.warm_shift)
         if self.crowd_word and self._crowded():
@@ -141,7 +144,8 @@ def checks(cli: Cli, foreign: Foreign, *more: str) -> tuple[int, dict[str, dict[
 def test_an_exact_server_passes_every_check(cli: Cli, foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_KEY", "secret")
     code, found, report = checks(cli, foreign, "--api-key-env", "THE_KEY")
-    assert (code, report["model"], report["takes"]) == (0, "foreign", ["logprobs", "salts", "usage"])
+    assert (code, report["model"]) == (0, "foreign")
+    assert report["takes"] == ["cache_prompt", "cache_salt", "logprobs", "usage"]
     assert [(name, check["against"]) for name, check in found.items()] == [
         ("asked again", "cold"),
         ("8 at once, warm", "alone, warm"),
@@ -179,7 +183,7 @@ def test_what_a_crowd_changes_is_found(cli: Cli, foreign: Foreign) -> None:
 
 
 def test_a_server_that_takes_little_is_asked_for_little(cli: Cli, foreign: Foreign) -> None:
-    foreign.refuses = frozenset({"logprobs", "stream_options", "cache_salt"})
+    foreign.refuses = frozenset({"logprobs", "stream_options", "cache_salt", "cache_prompt"})
     code, found, report = checks(cli, foreign)
     assert (code, report["takes"]) == (0, [])
     assert found["beginning shared"]["against"] == "asked again"
@@ -191,11 +195,25 @@ def test_a_server_that_takes_little_is_asked_for_little(cli: Cli, foreign: Forei
     assert "texts (the server reports no log-probabilities) are equal; the server does not tell whether" in said
 
 
-def test_salts_that_are_not_heeded_are_not_believed(cli: Cli, foreign: Foreign) -> None:
-    foreign.ignores_salts = True
+def test_a_field_that_is_not_heeded_is_not_believed(cli: Cli, foreign: Foreign) -> None:
+    foreign.heeds = frozenset({"cache_prompt"})
+    _, found, _ = checks(cli, foreign)
+    assert found["beginning shared"]["against"] == "cold, without the cache"
+    assert found["8 at once, cold"]["cached_tokens"] == 0
+    foreign.heeds = frozenset()
     _, found, _ = checks(cli, foreign)
     assert found["beginning shared"]["against"] == "asked again"
     assert "8 at once, cold" not in found
+
+
+def test_decoded_tokens_that_are_reused_are_not_called_prefilled(cli: Cli, foreign: Foreign) -> None:
+    foreign.keeps_decoded = True
+    _, found, _ = checks(cli, foreign)
+    assert (found["prefilled"]["prompts"], found["prefilled"]["cached_tokens"]) == (PROMPTS, 0)
+    foreign.heeds = frozenset()
+    _, found, _ = checks(cli, foreign)
+    assert (found["prefilled"]["prompts"], found["prefilled"]["left_out"]) == (0, PROMPTS)
+    assert "reused tokens that it decoded" in found["prefilled"]["why_left_out"]
 
 
 def test_chat_has_no_prefilled_answers(cli: Cli, foreign: Foreign) -> None:

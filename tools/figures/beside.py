@@ -21,6 +21,7 @@ FIELD = {
     "multi_turn": "vLLM's `benchmark_serving_multi_turn.py`",
     "long_doc_qa": "LMCache's `bench engine`, `long-doc-qa`",
     "multi_round_chat": "LMCache's `bench engine`, `multi-round-chat`",
+    "agentic_code": "NVIDIA's `aiperf`, `agentic-code`",
 }
 
 

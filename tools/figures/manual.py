@@ -251,6 +251,7 @@ BLOCKS = {
     "fleets": fleets,
     "prove-keepwarm": lambda: prove("keepwarm"),
     "prove-vllm": lambda: prove("vllm-eager"),
+    "prove-llamacpp": lambda: prove("llama.cpp"),
     "nope-smollm2": lambda: nope("nope-smollm2"),
     "nope-qwen": lambda: nope("nope-qwen2.5-0.5b"),
 }

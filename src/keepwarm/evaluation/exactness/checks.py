@@ -1,8 +1,8 @@
 """The checks of a proof: each asks the same prompts in two ways and compares the answers.
 
-A prompt is cold because it begins with a number that nobody asked before. Where a server takes salts
-(`cache_salt`), a prompt is asked once more under a new salt, which is cold too; where it does not, it is compared with
-the same prompt asked again.
+A prompt is cold because it begins with a number that nobody asked before. Where a server can be told to use nothing
+that it has cached (by a new `cache_salt`, or by llama.cpp's `cache_prompt: false`), a prompt is asked once more in this
+way, which is cold too; where it cannot, it is compared with the same prompt asked again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from decimal import Decimal
 from typing import Any
 
 from keepwarm.errors import KeepwarmError
-from keepwarm.evaluation.exactness.server import Answer, Server
+from keepwarm.evaluation.exactness.server import Answer, Cold, Server
 
 PROMPTS = 8  # so many are also asked at once
+COLD: dict[Cold, str] = {"cache_salt": "cold, under a new salt", "cache_prompt": "cold, without the cache"}
 
 TEXT = """\
 The harbour office keeps one book for every pier. A ship that comes in is written down with its name, its length \
@@ -174,6 +175,7 @@ class Checks:
         the check that begins."""
         self._server, self._new, self._text, self._say = server, new_tokens, text, say
         self._run = secrets.token_hex(6)
+        self._cold: Cold | None = None  # how a prompt that is cached is asked cold; known after the first check
         self.asked = Asked([self._prompt(number, "a") for number in range(PROMPTS)], new_tokens)
 
     def all(self) -> Iterator[Check]:
@@ -186,9 +188,10 @@ class Checks:
         yield Check("asked again", "cold", _pairs(cold, again))
         self._say(f"{PROMPTS} at once")
         yield Check(f"{PROMPTS} at once, warm", "alone, warm", _pairs(again, self._at_once(self.asked.prompts)))
-        if "salts" in self._server.takes:
-            together = self._at_once(self.asked.prompts, salted=True)
-            if _honoured(together):
+        self._cold = self._way_to_ask_cold()
+        if self._cold is not None:
+            together = self._at_once(self.asked.prompts, self._cold)
+            if _were_cold(together):
                 yield Check(f"{PROMPTS} at once, cold", "alone, cold", _pairs(cold, together))
         self._say("a shared beginning")
         yield self._shared()
@@ -225,32 +228,43 @@ class Checks:
             rests.append(_rest(answer, half, begun))
         why = "the answer is too short, or the server lists no tokens" if short else ""
         pairs, other = [], 0
+        cold = self._cold or next(self._ways(), None)  # heeded or not: a server may not tell
         for (prompt, half, whole), rest in zip(prompts, rests, strict=True):
-            salt = self._salt() if "salts" in self._server.takes else None
-            tested = self._server.ask(prompt, self._new - half, salt)
+            tested = self._server.ask(prompt, self._new - half, cold)
             if tested.prompt_tokens is None or whole.prompt_tokens is None:
                 why, other = "the server reports no numbers of tokens", other + 1
             elif tested.prompt_tokens != whole.prompt_tokens + half:
                 why, other = "the text has other tokens when it is tokenized again", other + 1
+            elif (tested.cached_tokens or 0) > whole.prompt_tokens:
+                why, other = "the server reused tokens that it decoded", other + 1
             else:
                 pairs.append(Pair(rest, tested))
         return Check("prefilled", "decoded", tuple(pairs), short + other, why)
 
     def _cold_or_again(self, prompts: Sequence[str]) -> tuple[list[Answer], str]:
-        """Return answers to compare with, and their kind: cold if the server takes salts, else the same prompts asked
-        again."""
-        if "salts" in self._server.takes:
-            cold = [self._server.ask(prompt, self._new, self._salt()) for prompt in prompts]
-            if _honoured(cold):
-                return cold, "cold, under a new salt"
+        """Return answers to compare with, and their kind: cold if the server can be asked so, else the same prompts
+        asked again."""
+        if self._cold is not None:
+            cold = [self._server.ask(prompt, self._new, self._cold) for prompt in prompts]
+            if _were_cold(cold):
+                return cold, COLD[self._cold]
         return [self._ask(prompt) for prompt in prompts], "asked again"
 
-    def _at_once(self, prompts: Sequence[str], *, salted: bool = False) -> list[Answer]:
+    def _way_to_ask_cold(self) -> Cold | None:
+        """Return the first field under which a prompt that is cached is answered cold. A server may accept a field and
+        ignore it."""
+        prompt = self.asked.prompts[0]
+        return next((way for way in self._ways() if _were_cold([self._server.ask(prompt, 1, way)])), None)
+
+    def _ways(self) -> Iterator[Cold]:
+        return (way for way in COLD if way in self._server.takes)
+
+    def _at_once(self, prompts: Sequence[str], cold: Cold | None = None) -> list[Answer]:
         together = threading.Barrier(len(prompts))
 
         def ask(prompt: str) -> Answer:
             together.wait()
-            return self._server.ask(prompt, self._new, self._salt() if salted else None)
+            return self._server.ask(prompt, self._new, cold)
 
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(ask, prompts))
@@ -263,12 +277,9 @@ class Checks:
         question = QUESTIONS[(number if of is None else of) % len(QUESTIONS)]
         return f"{self._run}{series}{number}: {self._text}\nQuestion: {question}\nAnswer:"
 
-    def _salt(self) -> str:
-        return f"keepwarm-prove-{secrets.token_hex(8)}"
 
-
-def _honoured(answers: Sequence[Answer]) -> bool:
-    """Return whether prompts under new salts were cold. If the server does not report cached tokens, they count as not
+def _were_cold(answers: Sequence[Answer]) -> bool:
+    """Return whether prompts were answered cold. If the server does not report cached tokens, they count as not
     cold."""
     told = [answer.cached_tokens for answer in answers]
     lengths = [answer.prompt_tokens or 0 for answer in answers]

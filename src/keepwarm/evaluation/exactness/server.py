@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import ssl
 import time
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from keepwarm.errors import ConfigError, KeepwarmError
 
 Endpoint = Literal["completions", "chat"]
+Cold = Literal["cache_salt", "cache_prompt"]  # a field by which a server answers without what it has cached
 
 _ANSWERING = 600.0  # seconds
 _CONNECTING = 10.0  # seconds
@@ -95,15 +97,15 @@ class Server:
                     taken.add(name)
         self.takes = frozenset(taken)
 
-    def ask(self, prompt: str, new_tokens: int, salt: str | None = None) -> Answer:
-        """Answer a prompt greedily. Under a `salt` nothing that was cached under another is used, if the server takes
-        salts. Raises KeepwarmError."""
+    def ask(self, prompt: str, new_tokens: int, cold: Cold | None = None) -> Answer:
+        """Answer a prompt greedily. With `cold` the server is asked, by that field, to use nothing that it has cached.
+        Raises KeepwarmError."""
         fields: dict[str, Any] = {}
         for name in ("usage", "logprobs"):
             if name in self.takes:
                 fields |= self._optional[name]
-        if salt is not None:
-            fields["cache_salt"] = salt
+        if cold is not None:
+            fields[cold] = f"keepwarm-prove-{secrets.token_hex(8)}" if cold == "cache_salt" else False
         try:
             return self._ask(prompt, new_tokens, fields)
         except (OSError, HTTPException) as error:
@@ -116,7 +118,8 @@ class Server:
         return {
             "usage": {"stream_options": {"include_usage": True}},
             "logprobs": logprobs,
-            "salts": {"cache_salt": "keepwarm-prove"},
+            "cache_salt": {"cache_salt": "keepwarm-prove"},
+            "cache_prompt": {"cache_prompt": False},  # llama.cpp's
         }
 
     def _until_ready(self, seconds: float) -> None:
