@@ -88,8 +88,8 @@ def test_a_tree_of_prompts_is_exact_wherever_it_parts(
             for prompt, expected in zip(prompts, cold, strict=True):
                 found = engine.generate(prompt, max_new_tokens=2, trace=True)
                 assert (found.logits_digest, found.exactness) == (expected, "exact")
-        again = engine.generate(prompts[-1], max_new_tokens=2)
-        assert again.cached_tokens == len(prompts[-1]) - 1 or len(prompts[-1]) == 2 or budget < 1
+        if budget > 1 and (last := len(prompts[-1]) - 1) != 1:  # a snapshot at position 1 saves nothing
+            assert engine.generate(prompts[-1], max_new_tokens=2).cached_tokens == last
     finally:
         engine.close()
 
