@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.schedule import SERIAL_TAIL, Breakpoint, Serial
-from keepwarm.core.snapshots import FEWEST, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import (
+    FEWEST,
+    affordable,
+    last_place,
+    shared_end,
+    snapshot_block,
+    snapshot_id,
+    superfluous,
+    wanted,
+    wanted_inside,
+)
 
 SPACE = Namespace(
     ModelIdentity("w", "c", "float32", "none", "none", "t"), ArithmeticIdentity("t", "cpu", "i", 1, "attention")
@@ -29,6 +39,31 @@ def test_where_the_next_request_goes_on_comes_first() -> None:
     assert wanted(ENDS, POINTS, 0, 0, 2, whole=False) == (1000, 300)  # the end of what is shared
     assert wanted(ENDS, POINTS, 700, 0, 3, whole=False) == (1000, 300, 700)
     assert wanted(ENDS, POINTS, 0, 0, 9, whole=True) == (1010, 300, 1000, 100, 700)
+
+
+PAGES = (*range(32, 1010, 32), 1010)
+MESSAGES = (Breakpoint(100), Breakpoint(300), Breakpoint(700, soft=True), Breakpoint(1003, soft=True))
+
+
+def test_inside_pages_what_is_declared_comes_first() -> None:
+    assert wanted_inside(PAGES, MESSAGES, 0, 0, 2, whole=False) == (1003, 300)
+    assert wanted_inside(PAGES, MESSAGES, 0, 0, 2, whole=True) == (1010, 300)
+    assert wanted_inside(PAGES, MESSAGES, 651, 640, 3, whole=False) == (1003, 651, 700)
+    few = wanted_inside(PAGES, MESSAGES, 0, 0, 6, whole=False)
+    assert few == (1003, 300, 700, 100, 960, 928), "the last token and the last page are close to the last message"
+    every = wanted_inside(PAGES, MESSAGES, 0, 0, 99, whole=False)
+    assert sorted(every) == sorted({*PAGES[:-1], 100, 300, 700, 1003, 1009})
+
+
+def test_the_same_prompt_goes_on_at_its_last_message_or_token() -> None:
+    assert last_place(1010, MESSAGES) == 1003
+    assert last_place(1050, MESSAGES) == 1049
+    assert wanted_inside(PAGES, MESSAGES[:3], 0, 0, 1, whole=False) == (1009,)
+
+
+def test_a_difference_close_behind_a_snapshot_takes_no_other() -> None:
+    assert 707 not in wanted_inside(PAGES, (), 707, 700, 99, whole=False)
+    assert 708 in wanted_inside(PAGES, (), 708, 700, 99, whole=False)
 
 
 def test_only_what_is_computed_is_taken() -> None:

@@ -223,8 +223,8 @@ def test_a_bundle_hits_to_the_same_position_elsewhere(family: str, tokenizer: An
         engine.warm(messages=FIRST, name="desk")
         engine.flush()
         exported = engine.pipeline.archive.contents.export("desk", tmp_path / "bundle")
-        here = ask(engine)
         assert exported.snapshots == len(states(engine)) > 1
+        here = ask(engine)
     with opened(model, tmp_path / "to") as engine:
         imported = engine.pipeline.archive.contents.import_(tmp_path / "bundle")
         assert imported.snapshots == exported.snapshots

@@ -29,6 +29,7 @@ A = text(150, 1)
 EDITED = [*A[:100], *text(40, 2)]
 LONGER = [*A, *text(50, 3)]
 ALL = {"a": A, "edited": EDITED, "longer": LONGER}
+REACHED = {True: [149, 139, 199], False: [128, 128, 192]}  # by the same again: on the kernels to the last token
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,7 +68,8 @@ def test_warm_and_restarted_equal_cold(engine: Callable[..., Engine], cold: dict
             result = first.generate(prompt, max_new_tokens=4, trace=True)
             assert result.logits_digest == cold[name]
             assert result.exactness == "exact"
-    assert [first.generate(prompt, max_new_tokens=4).cached_tokens for prompt in ALL.values()] == [128, 128, 192]
+    reached = REACHED[first.pipeline.model.runner.is_invariant]
+    assert [first.generate(prompt, max_new_tokens=4).cached_tokens for prompt in ALL.values()] == reached
     first.close()
     second = engine()
     for name, prompt in ALL.items():
@@ -81,13 +83,14 @@ def test_where_prompts_part_the_next_one_goes_on(engine: Callable[..., Engine]) 
     few = engine(snapshot_budget=1e-9)
     if not few.pipeline.model.geometry.layers:
         pytest.skip("a model without any KV has eight snapshots at least")
-    few.generate(LONGER, max_new_tokens=1)  # two snapshots, at 192 and at 160
+    few.generate(LONGER, max_new_tokens=1)  # two snapshots, at 192 and at 160, or on the kernels at 199 and at 160
     first = few.generate(EDITED, max_new_tokens=1)
     if few.pipeline.model.geometry.layers:  # a model without any KV has more of them
         assert first.cached_tokens < 96
         assert first.miss is not None
         assert first.miss.reason == "no_snapshot"
-    assert few.generate([*A[:100], *text(40, 9)], max_new_tokens=1).cached_tokens == 96
+    end = 100 if few.pipeline.model.runner.is_invariant else 96
+    assert few.generate([*A[:100], *text(40, 9)], max_new_tokens=1).cached_tokens == end
 
 
 def test_several_at_once_answer_as_one(engine: Callable[..., Engine], cold: dict[str, str]) -> None:
@@ -107,8 +110,7 @@ def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, s
     again = engine(kv_codec="int8", reuse="prefix")
     result = again.generate(LONGER, max_new_tokens=4)
     if again.pipeline.model.geometry.layers:
-        end = 128 if again.pipeline.model.runner.is_invariant else 150  # a page's, or the prompt's
-        assert (result.exactness, result.cached_tokens) == ("quantized", end)
+        assert (result.exactness, result.cached_tokens) == ("quantized", 150)
 
 
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
@@ -119,7 +121,10 @@ def test_encrypted(engine: Callable[..., Engine], cold: dict[str, str], monkeypa
     one.close()
     again = engine()
     result = again.generate(A, max_new_tokens=4, trace=True, salt="tenant")
-    assert (result.logits_digest, result.cached_by_tier) == (cold["a"], {"disk": 128})
+    assert (result.logits_digest, result.cached_by_tier) == (
+        cold["a"],
+        {"disk": REACHED[again.pipeline.model.runner.is_invariant][0]},
+    )
     assert again.generate(A, max_new_tokens=4, salt="other").cached_tokens == 0
 
 

@@ -82,7 +82,7 @@ def test_states_in_a_form_of_other_code_are_left_where_they_are(
     with Engine.from_pretrained((model, tokenizer), attention=first, **settings) as engine:
         engine.generate(prompt, max_new_tokens=4)
     assert reused(other) == (0, "arithmetic_differs")
-    assert reused(first)[0] == 192
+    assert reused(first)[0] == (192 if first == "model" else 200)  # at a cut, or at the end
 
 
 def test_the_proof_of_invariance_keeps_no_state_that_it_does_not_compare(

@@ -97,17 +97,17 @@ def show(
     if as_json:
         output.print_json(found)
         return
-    blocks, states = found.pop("blocks", []), {each["position"]: each for each in found.pop("snapshots", [])}
+    blocks, states = found.pop("blocks", []), found.pop("snapshots", [])
     output.print_fields(list(_flat(found)))
     if blocks:
         print()
         rows = []
         for block in blocks:
             start, tokens = block["start"], block["length"]
-            state = states.get(start + tokens)
-            kept = "" if state is None else f"{state['id'][:8]} of {output.in_bytes(state['bytes'])}"
-            rows.append((f"{start:,}", f"{start + tokens:,}", f"{tokens:,}", block["exact"][:16], kept))
-        columns = ("start", "end", "tokens", "block", "snapshot at its end")
+            there = [each for each in states if start < each["position"] <= start + tokens]
+            kept = (f"{each['id'][:8]} of {output.in_bytes(each['bytes'])} at {each['position']:,}" for each in there)
+            rows.append((f"{start:,}", f"{start + tokens:,}", f"{tokens:,}", block["exact"][:16], ", ".join(kept)))
+        columns = ("start", "end", "tokens", "block", "snapshots")
         width = len(columns) if states else len(columns) - 1
         output.print_table(columns[:width], [row[:width] for row in rows], right=(0, 1, 2))
 

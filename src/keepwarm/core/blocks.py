@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import ge
 from typing import NamedTuple, overload
@@ -84,11 +84,18 @@ class Chain(Sequence[Block]):
     """The blocks of one prompt, in order. A block is made on demand: a long prompt has a thousand blocks, and most are
     only looked up by name."""
 
-    __slots__ = ("_make", "ends", "exact")
+    __slots__ = ("_make", "_part", "ends", "exact")
 
-    def __init__(self, ends: Sequence[int], exact: Sequence[bytes], make: Callable[[int], Block]) -> None:
-        """`ends` and `exact` are the ends and exact names of all blocks; `make` makes a block from its number."""
-        self.ends, self.exact, self._make = ends, exact, make
+    def __init__(
+        self,
+        ends: Sequence[int],
+        exact: Sequence[bytes],
+        make: Callable[[int], Block],
+        part: Callable[[int, int], Block] | None = None,
+    ) -> None:
+        """`ends` and `exact` are the ends and exact names of all blocks. `make` makes a block from its number, and
+        `part` the block that would begin there in a prompt that ends at a position."""
+        self.ends, self.exact, self._make, self._part = ends, exact, make, part
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -100,6 +107,14 @@ class Chain(Sequence[Block]):
     def start(self, number: int) -> int:
         """Where a block begins: where the one before it ends."""
         return self.ends[number - 1] if number else 0
+
+    def up_to(self, position: int) -> Block:
+        """Return the last block of a prompt that is this one up to a position: a whole block, or the beginning of one.
+        Under invariant arithmetic its KV is that of the whole block."""
+        number = bisect_left(self.ends, position)
+        if self.ends[number] == position or self._part is None:
+            return self._make(number)
+        return self._part(number, position)
 
     @overload
     def __getitem__(self, key: int) -> Block: ...
@@ -139,7 +154,13 @@ def chain(
         above = exact[number], names.opening(start)
         return Block(start, end, tokens[start:end], exact[number + 1], names.at(end), *above, names.salts(start))
 
-    return Chain(cuts, exact[1:], block)
+    def part(number: int, end: int) -> Block:
+        start = starts[number]
+        name = exact_name(exact[number], tokens[start:end].tobytes(), names.keys.get(start, b""))
+        above = exact[number], names.opening(start)
+        return Block(start, end, tokens[start:end], name, names.at(end), *above, names.salts(start))
+
+    return Chain(cuts, exact[1:], block, part)
 
 
 def _exact_names(

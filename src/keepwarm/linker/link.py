@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -12,8 +12,8 @@ from keepwarm.core.cost import Costs
 from keepwarm.core.plan import NO_SNAPSHOTS, Compute, LinkPlan, Load, PlanSpan, Relocate, Repair, Snapshots
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.repair import RepairRule
-from keepwarm.core.schedule import Grid
-from keepwarm.core.snapshots import snapshot_block, snapshot_id
+from keepwarm.core.schedule import PAGE_TOKENS, Breakpoint, Grid
+from keepwarm.core.snapshots import last_place, snapshot_block, snapshot_id
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import loads as loads_of
@@ -42,6 +42,7 @@ class NamedPrompt:
     grid: Grid
     stateful: bool = False  # whether the model has recurrent state
     own_states: bool = False  # whether it continues only from states behind exact KV: others have another form
+    breakpoints: tuple[Breakpoint, ...] = ()  # where snapshots of the state may stand inside a page
 
 
 def link(
@@ -64,7 +65,9 @@ def link(
     longer than `longest_part`.
     """
     tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
-    reusable = None if not grid.inside else blocks.last_start if prompt.stateful else len(tokens) - 1
+    reusable = None
+    if grid.inside:
+        reusable = last_place(len(tokens), prompt.breakpoints) if prompt.stateful else len(tokens) - 1
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(grid, blocks, 0), 0, MissReason.OFF, reusable)
     if grid.inside:
@@ -84,30 +87,29 @@ def link(
             loads, snapshots = longer, others
         elif others.reached > snapshots.reached:
             snapshots = replace(snapshots, reached=others.reached)
-        if lossy:
-            loads = tuple(part for load in loads for part in _quantized(load))
     if prompt.stateful:
-        loads = _up_to(loads, snapshots.last, blocks)
+        loads = _up_to(loads, snapshots.last, prompt)
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
         if prompt.stateful:
             reached = kept[-1].end if kept else 0
-            kept = _up_to(kept, max((at for at in snapshots.stored if at <= reached), default=0), blocks)
+            kept = _up_to(kept, max((at for at in snapshots.stored if at <= reached), default=0), prompt)
         reached = kept[-1].end if kept else 0
-        spans: tuple[PlanSpan, ...] = (*kept, *_computes(grid, blocks, reached))
+        spans: tuple[PlanSpan, ...] = (*_labelled(kept, lossy), *_computes(grid, blocks, reached))
         return LinkPlan(len(tokens), spans, reached, MissReason.SLOWER, reusable, snapshots)
     reached = loads[-1].end if loads else 0
     if reuse is Reuse.CHUNKS and blending is not None:
         found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
         if found:
             return _blended(grid, blocks, loads, found, blending.rule)
-    inside = (grid.inside and not prompt.stateful) or reuse is Reuse.PREFIX
-    whole = reached >= (len(tokens) - 1 if inside else blocks.last_start)
+    last = blocks.last_start if reusable is None else reusable
+    whole = reached >= (len(tokens) - 1 if reuse is Reuse.PREFIX else last)
     rest = 0 if grid.inside or reuse is Reuse.PREFIX else len(tokens) - reached
     told = rest >= (_LONG_REST if reached else 2)
     reason = MissReason.NEW if not whole else MissReason.STEP if told else MissReason.NONE
-    if reached < snapshots.reached:
+    if snapshots.reached - reached >= (PAGE_TOKENS if grid.inside else 1):
         reason = MissReason.STATE
-    return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable, snapshots)
+    spans = (*_labelled(loads, lossy), *_computes(grid, blocks, reached))
+    return LinkPlan(len(tokens), spans, reached, reason, reusable, snapshots)
 
 
 def _blended(
@@ -136,6 +138,10 @@ def without_chunks(plan: LinkPlan, grid: Grid, blocks: Chain) -> LinkPlan:
     )
 
 
+def _labelled(loads: tuple[Load, ...], lossy: bool) -> tuple[Load, ...]:
+    return tuple(part for load in loads for part in _quantized(load)) if lossy else loads
+
+
 def _quantized(load: Load) -> Iterator[Load]:
     """Split a load: blocks in device memory, as they were computed, and blocks that went through the codec."""
     there = tuple(ref for ref in load.refs if ref.tier == "device")  # they come first
@@ -146,20 +152,41 @@ def _quantized(load: Load) -> Iterator[Load]:
 
 
 def snapshots_of(loads: Sequence[Load], prompt: NamedPrompt, index: BlockIndex) -> Snapshots:
-    """Find the stored snapshots of recurrent state at the ends of whole blocks of these loads."""
-    blocks = prompt.blocks
-    whole = {at: snapshot_id(name) for load in loads for at, name in _whole(load, prompt)}
-    if not whole:
+    """Find the stored snapshots of recurrent state at the ends of whole blocks of these loads; under invariant
+    arithmetic inside of blocks, too."""
+    names = {at: snapshot_id(name) for load in loads for at, name in _whole(load, prompt)}
+    end = max(names, default=0)
+    if prompt.grid.inside:
+        names |= {at: snapshot_id(prompt.blocks.up_to(at).exact) for at in _inside(loads, prompt)}
+        end = max([end, *(load.end for load in loads if load.exactness is Exactness.EXACT)])
+    if not names:
         return NO_SNAPSHOTS
-    end, found = max(whole), index.find([*whole.values()])
-    if whole[end] not in found and end in blocks.ends:
-        following = snapshot_block(blocks[blocks.ends.index(end)])
-        if following.exact == whole[end]:  # the last request's snapshot may be on its way, or just stored
-            index.arrives(following, 0)
-            found = index.find([*whole.values()])
-    if whole[end] not in found:  # otherwise a round trip could find nothing better
-        found = index.find([*whole.values()], far=True)
-    return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
+    found = index.find([*names.values()])
+    if names.get(end) not in found and _arrive(end, {at for at in names if names[at] not in found}, prompt, index):
+        found = index.find([*names.values()])
+    if names.get(end) not in found:  # otherwise a round trip could find nothing better
+        found = index.find([*names.values()], far=True)
+    return Snapshots({at: found[name] for at, name in names.items() if name in found}, end)
+
+
+def _arrive(end: int, missing: Collection[int], prompt: NamedPrompt, index: BlockIndex) -> bool:
+    """Wait for snapshots that the last request took, which may be on their way or just stored. Return whether some
+    arrived."""
+    blocks = prompt.blocks
+    if not prompt.grid.inside:
+        return end in blocks.ends and index.arrives(snapshot_block(blocks.up_to(end)), 0)
+    latest = sorted(missing, reverse=True)[: 2 * PAGE_TOKENS]
+    return any(index.arrives(snapshot_block(blocks.up_to(at)), 0) for at in latest)
+
+
+def _inside(loads: Sequence[Load], prompt: NamedPrompt) -> set[int]:
+    """Return the positions inside blocks where snapshots may stand: where the prompt's own parts end, and any in the
+    page in which the loads with exact KV end. There, an earlier prompt may have ended, or parted from another one."""
+    end = max((load.end for load in loads if load.exactness is Exactness.EXACT), default=0)
+    ends = prompt.blocks.ends
+    last = prompt.blocks.start(bisect_left(ends, end)) if end else 0
+    known = (point.position for point in prompt.breakpoints)
+    return {at for at in (*range(last + 1, end + 1), *known) if 1 < at <= end and ends[bisect_left(ends, at)] != at}
 
 
 def _whole(load: Load, prompt: NamedPrompt) -> Iterator[tuple[int, bytes]]:
@@ -175,24 +202,34 @@ def _whole(load: Load, prompt: NamedPrompt) -> Iterator[tuple[int, bytes]]:
             yield ref.end, ref.id
 
 
-def _up_to(loads: Sequence[Load], end: int, blocks: Chain | None = None) -> tuple[Load, ...]:
-    """Return the loads up to a position where one of their blocks ends. With `blocks`, it may be one of several that a
-    reference to device memory names."""
+def _up_to(loads: Sequence[Load], end: int, prompt: NamedPrompt | None = None) -> tuple[Load, ...]:
+    """Return the loads up to a position where one of their blocks ends. With the `prompt`, it may lie inside a block
+    with exact KV under invariant arithmetic."""
     kept = []
     for load in loads:
-        parts = [_cut(ref, end, blocks) if blocks else ref for ref in load.refs if ref.start < end]
-        refs = tuple(ref for ref in parts if ref.end <= end)
+        parted = prompt is not None and prompt.grid.inside and load.exactness is Exactness.EXACT
+        refs = tuple(ref for ref in load.refs if (ref.start < end if parted else ref.end <= end))
+        if refs and parted and prompt is not None:
+            refs = (*refs[:-1], *_cut(refs[-1], end, prompt.blocks))
         if refs:
-            kept.append(Load(load.start, min(refs[-1].end, load.end), refs, load.exactness))
+            kept.append(Load(load.start, min(refs[-1].end, load.end, end), refs, load.exactness))
     return tuple(kept)
 
 
-def _cut(ref: BlockRef, end: int, blocks: Chain) -> BlockRef:
-    """Return the part of a reference to device memory that ends at a block's end."""
+def _cut(ref: BlockRef, end: int, blocks: Chain) -> tuple[BlockRef, ...]:
+    """Return the part of a reference up to a position. Others than to device memory stay whole, and are used in part.
+    Of one to device memory, what follows its last whole block has no name."""
     if ref.tier != "device" or ref.end <= end:
-        return ref
-    block = blocks[bisect_right(blocks.ends, end) - 1]
-    return ref._replace(id=block.exact, prefix=block.prefix, length=end - ref.start)
+        return (ref,)
+    number = bisect_right(blocks.ends, end) - 1
+    at = max(ref.start, blocks.ends[number] if number >= 0 else 0)
+    parts = []
+    if at > ref.start:
+        block = blocks[number]
+        parts.append(ref._replace(id=block.exact, prefix=block.prefix, length=at - ref.start))
+    if end > at:
+        parts.append(ref._replace(id=b"", prefix=b"", start=at, length=end - at))
+    return tuple(parts)
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:

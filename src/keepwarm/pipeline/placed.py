@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.states import Snapshot
 from keepwarm.runtime.blend.repair import Blended
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Placed:
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer, decoded into the arena after the prompt
     goes_on: bool = False  # outside the arena: `answered` stores from there what follows the last whole block
+    behind: Mapping[int, Snapshot] = field(default_factory=dict)  # snapshots, of which `answered` stores those in it
 
     @property
     def keeps_tail(self) -> bool:

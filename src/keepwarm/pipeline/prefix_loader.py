@@ -84,7 +84,7 @@ class PrefixLoader:
     def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs, *, own_states: bool = False) -> LinkPlan:
         """Return the plan: what of the prompt is loaded and what is computed."""
         named = linked.prompt.tokens, linked.blocks, linked.names, linked.grid
-        prompt = NamedPrompt(*named, linked.stateful, own_states)
+        prompt = NamedPrompt(*named, linked.stateful, own_states, tuple(linked.prompt.breakpoints))
         return link(
             prompt,
             self._archive,
@@ -262,8 +262,9 @@ class PrefixLoader:
         arena.hold(placed.linked.held_of(tokens[: arena.length]))
         if fresh.blocks:
             self._store(placed, fresh, asked)
-            if self._snapshots is not None:
-                self._snapshots.keep(taken, plan, placed.linked, fresh, asked=asked)
+        if self._snapshots is not None:
+            self._snapshots.keep(taken, plan, placed.linked, fresh, asked=asked)
+            placed.behind = taken if placed.goes_on else {}
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
@@ -303,6 +304,9 @@ class PrefixLoader:
             fresh = []
         names = self._names(placed, tokens)
         self._archive.put(source, fresh, linked.namespace, on_copied=on_copied, epoch=linked.epoch, names=names)
+        if self._snapshots is not None:
+            new = Fresh(tuple(fresh), tuple(block.exact for block in fresh))
+            self._snapshots.keep(placed.behind, placed.plan, linked, new, asked=False)
 
     @staticmethod
     def _names(placed: Placed, tokens: TokenIds) -> PrefixNames | None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from keepwarm.compiler.emit import Fresh
+from keepwarm.core.blocks import Block
 from keepwarm.core.plan import LinkPlan
-from keepwarm.core.schedule import Breakpoint
-from keepwarm.core.snapshots import PURPOSE, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import (
+    PURPOSE,
+    affordable,
+    shared_end,
+    snapshot_block,
+    snapshot_id,
+    superfluous,
+    wanted,
+    wanted_inside,
+)
 from keepwarm.core.spans import Exactness
 from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
@@ -55,42 +64,55 @@ class Snapshots:
             self.archive.contents.count("snapshots_missed")
         prompt, ends = linked.prompt, linked.blocks.ends
         most = affordable(len(prompt.tokens), self.bytes_per_token, self.nbytes, self.budget)
-        found = wanted(ends, _reachable(linked), parted, plan.prefix_end, most, whole=whole)
+        choose = wanted_inside if _is_inside(plan, linked) else wanted
+        found = choose(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
         arena.states.wanted = frozenset(found)
 
     def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
-        """Store the snapshots taken at the ends of fresh blocks, and drop those that the prompt has too many of.
-        `asked`: see `Archive.put`."""
-        names = {block.end: (block, name) for block, name in zip(fresh.blocks, fresh.ids, strict=True)}
-        new = {at: snapshot for at, snapshot in taken.items() if at in names}
-        if not new:
+        """Store the snapshots taken in fresh blocks, and drop those that the prompt has too many of. `asked`: see
+        `Archive.put`."""
+        places = dict(_places(taken, plan, linked, fresh))
+        if not places:
             return
-        stored, nbytes = plan.snapshots.stored, max(snapshot.nbytes for snapshot in new.values())
-        most = affordable(max(names), self.bytes_per_token, nbytes, self.budget)
-        every = {*stored, *new}
-        gone = superfluous(every, shared_end(_reachable(linked), every), most)
+        stored, nbytes = plan.snapshots.stored, max(taken[at].nbytes for at in places)
+        most = affordable(fresh.blocks[-1].end, self.bytes_per_token, nbytes, self.budget)
+        every = {*stored, *places}
+        gone = superfluous(every, shared_end(linked.prompt.breakpoints, every), most)
         space = replace(linked.namespace, purpose=PURPOSE)
-        for at in sorted(new.keys() - set(gone), reverse=True):  # the last first: a full queue drops the rest
-            block, name = names[at]
+        for at in sorted(places.keys() - set(gone), reverse=True):  # the last first: a full queue drops the rest
+            block, name, on = places[at]
             self.archive.put(
-                new[at],
+                taken[at],
                 [snapshot_block(block)],
                 space,
                 ids=[snapshot_id(name)],
-                parent=name,
+                parent=on,
                 asked=asked,
                 epoch=linked.epoch,
             )
-        self.archive.contents.count("snapshots_taken", len(new))
+        self.archive.contents.count("snapshots_taken", len(places))
         if dropped := [stored[at].id for at in gone if at in stored]:
             self.archive.discard(dropped)
 
 
-def _reachable(linked: Linked) -> list[Breakpoint]:
-    """Return a prompt's breakpoints, each at the last block's end up to it. Only there can another prompt continue.
-    Under scheduled arithmetic every breakpoint that counts is a block's end."""
-    points, ends = linked.prompt.breakpoints, linked.blocks.ends
-    if not linked.grid.inside:
-        return list(points)
-    places = [bisect_right(ends, point.position) for point in points]
-    return [point._replace(position=ends[at - 1]) for point, at in zip(points, places, strict=True) if at]
+def _is_inside(plan: LinkPlan, linked: Linked) -> bool:
+    """Whether snapshots may stand inside blocks: behind exact KV, under invariant arithmetic."""
+    return linked.grid.inside and plan.exactness is Exactness.EXACT
+
+
+def _places(
+    taken: Iterable[int], plan: LinkPlan, linked: Linked, fresh: Fresh
+) -> Iterator[tuple[int, tuple[Block, bytes, bytes]]]:
+    """Yield where snapshots were taken in fresh blocks: the position, the block that ends there in a prompt of this
+    length, its name, and that of the stored block which contains it."""
+    ends = [block.end for block in fresh.blocks]
+    for at in taken:
+        number = bisect_left(ends, at)
+        if number == len(ends) or fresh.blocks[number].start >= at:
+            continue
+        name = fresh.ids[number]
+        if ends[number] == at:
+            yield at, (fresh.blocks[number], name, name)
+        elif _is_inside(plan, linked):
+            part = linked.blocks.up_to(at)
+            yield at, (part, part.exact, name)

@@ -36,7 +36,7 @@ def warm(
         return _warm_chunks(pipeline, linked, name, started)
     ids = linked.blocks.exact
     new, reused = 0, length
-    states = [snapshot_id(block_id) for block_id in ids] if linked.stateful else []
+    states = _states(linked) if linked.stateful else []
     stored = pipeline.archive.lookup(ids)
     at_end = pipeline.archive.find(states[-1:], far=True)
     found = [*stored, *at_end.values()]
@@ -53,6 +53,13 @@ def warm(
     if name is not None:
         pipeline.archive.contents.name(name, ids[-1], epoch, linked.tags)
     return WarmReport(length, new, reused, time.perf_counter() - started, _shared(linked))
+
+
+def _states(linked: Linked) -> list[bytes]:
+    """Return the names of the snapshots that a prompt may have, its own end's last."""
+    blocks, places = linked.blocks, (point.position for point in linked.prompt.breakpoints)
+    ends = sorted({*blocks.ends, *(at for at in places if linked.grid.inside and 1 < at < blocks.ends[-1])})
+    return [snapshot_id(blocks.up_to(at).exact) for at in ends]
 
 
 def _shared(linked: Linked) -> int:

@@ -145,6 +145,27 @@ def test_a_snapshot_in_order_is_taken(tmp_path: Path) -> None:
         assert one.taken(archive) == [2]
 
 
+def test_a_snapshot_inside_a_block_goes_along_whatever_it_stood_on(tmp_path: Path) -> None:
+    """It is found by its name, and stands on a block of the bundle afterwards."""
+    one, at = Stateful(), 21
+    part = one.blocks.up_to(at)
+    name = snapshot_id(part.exact)
+    with store(tmp_path / "from") as archive:
+        one.put(archive, 0, 8)
+        archive.put(one.states, [snapshot_block(part)], SPACE, ids=[name], parent=one.ids[1])
+        archive.flush()
+        archive.contents.name("bot", one.ids[7])
+        assert archive.contents.export("bot", tmp_path / "bundle").snapshots == 1
+    with store(tmp_path / "to") as archive:
+        assert archive.contents.import_(tmp_path / "bundle").snapshots == 1
+        (ref,) = archive.find([name]).values()
+        sink = MemoryKV(STATE, len(one.tokens))
+        archive.load([ref], one.tokens[at - 1 : at], at, sink)
+        assert sink.same(one.states, at - 1, at)
+        archive.remove(next(entry.id for entry in archive.contents.entries() if entry.kind == "kv"))
+        assert archive.contents.entries() == []
+
+
 FORGED = {
     "of another block": ({"id": snapshot_id(b"other")}, "do not follow"),
     "behind another block": ({"parent": b"p" * 32}, "no block of its prompt"),

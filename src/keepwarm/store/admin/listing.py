@@ -10,14 +10,14 @@ from typing import Any
 from keepwarm.core.identity import model_digest
 from keepwarm.core.ports import BlockRef
 from keepwarm.core.results import Entry
-from keepwarm.core.snapshots import PURPOSE, snapshot_id
+from keepwarm.core.snapshots import PURPOSE
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store.catalog.rows import namespace_digest
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.runfile.header import RunHeader, file_bytes
-from keepwarm.store.runfile.layout import Run, StoredBlock
+from keepwarm.store.runfile.layout import Run
 
 _MODEL_DIGITS = 12
 _SHORTEST_PREFIX = 4
@@ -148,23 +148,17 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
         "salted": bool(described.salts),
         "encrypted": disk is not None and disk.files.key is not None,
         "blocks": [block.describe() for block in described.blocks],
-        "snapshots": _snapshots(ram, disk, described.blocks, every),
+        "snapshots": _snapshots(tree(ram, disk, names), run_id),
         "token_ids": described.tokens.tolist(),
         "file_bytes": described.file_bytes if isinstance(described, RunHeader) else file_bytes(described),
         "chain": _chain(ram, disk, described.blocks[0].parent, run_id),
     }
 
 
-def _snapshots(
-    ram: RamTier, disk: DiskTier | None, blocks: Iterable[StoredBlock], every: Mapping[str, Entry]
-) -> list[dict[str, Any]]:
-    """Return the snapshots of recurrent state at the ends of these blocks."""
-    ends = {snapshot_id(block.id): block.end for block in blocks}
-    runs = {name: held[0].id for name in ends if (held := ram.find(name)) is not None}
-    if disk is not None:
-        runs = {name: ref.run_id for name, ref in disk.find(list(ends)).items()} | runs
-    found = [(ends[name], every[run_id]) for name, run_id in runs.items() if run_id in every]
-    return [{"position": at, "id": entry.id, "bytes": entry.bytes} for at, entry in sorted(found, key=lambda f: f[0])]
+def _snapshots(nodes: Iterable[Node], run_id: str) -> list[dict[str, Any]]:
+    """Return the snapshots of recurrent state that stand on a run."""
+    found = [node.entry for node in nodes if node.parent == run_id and node.entry.kind == "snapshot"]
+    return [{"position": e.end, "id": e.id, "bytes": e.bytes} for e in sorted(found, key=lambda entry: entry.end)]
 
 
 def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) -> bytes:
