@@ -126,15 +126,28 @@ def test_ids_of_other_services_change_nothing(family: tuple[str, GenericAdapter]
             assert stands(name, sent if prints_texts else '{"a": 1}', shown(adapter, [call], str))
 
 
-OTHERWISE = {  # as small models write calls, or those of another family
-    "without tags": '{"name": "alpha", "arguments": {"a": [1, "ö"]}}',
+OTHERWISE = {  # in the tags of the family
     "on one line": '<tool_call>{"name": "alpha", "arguments": {"a": 1}}</tool_call>',
     "compact": '<tool_call>\n{"name":"alpha","arguments":{"a":[1,2]}}\n</tool_call>',
-    "fenced": '```json\n{\n  "name": "alpha",\n  "arguments": {\n    "a": [\n      1\n    ]\n  }\n}\n```',
-    "other key": '{"name": "alpha", "parameters": {"a": 1}}',
-    "two": '{"name": "alpha", "arguments": {}}\n{"name":"alpha","arguments":{"a":1}}',
-    "indented by four": '{\n    "name": "alpha",\n    "arguments": {\n        "a": 1\n    }\n}',
+    "other key": '<tool_call>\n{"name": "alpha", "parameters": {"a": 1}}\n</tool_call>',
+    "two": '<tool_call>{"name": "alpha", "arguments": {}}</tool_call>\n'
+    '<tool_call>{"name":"alpha","arguments":{}}</tool_call>',
+    "indented": '<tool_call>\n{\n    "name": "alpha",\n    "arguments": {\n        "a": 1\n    }\n}\n</tool_call>',
 }
+UNTAGGED = {  # as small models write calls, or other families
+    "without tags": '{"name": "alpha", "arguments": {"a": [1, "ö"]}}',
+    "fenced": '```json\n{\n  "name": "alpha",\n  "arguments": {\n    "a": [\n      1\n    ]\n  }\n}\n```',
+}
+
+
+@pytest.mark.parametrize("form", UNTAGGED)
+def test_a_call_without_the_tags_of_the_family_is_shown_in_them(form: str) -> None:
+    """With its calls shown as they were, Qwen2.5-Coder-0.5B called until the client gave up."""
+    adapter = adapter_for("tok-qwen3")
+    calls = called(adapter, UNTAGGED[form])
+    written = calls[0]["function"]["arguments"]
+    assert written in UNTAGGED[form]
+    assert stands("tok-qwen3", written, shown(adapter, calls, str))
 
 
 @pytest.mark.parametrize("said", ["", "Let me look."])
@@ -150,7 +163,7 @@ def test_what_stands_around_the_arguments_comes_back(form: str, said: str) -> No
 
 def test_without_all_special_tokens_only_arguments_are_known() -> None:
     adapter = choose_adapter({}, tokenizers.wrapped("tok-qwen3"))
-    text = OTHERWISE["without tags"]
+    text = UNTAGGED["without tags"]
     calls = adapter.parse_tool_calls(text, TOOLS)
     (known,), (unknown,) = call_ids(text, "", calls), call_ids(text, "", calls, whole=False)
     around = {number: form.around for number in (known, unknown) if (form := form_of(number)) is not None}
@@ -161,8 +174,8 @@ def test_without_all_special_tokens_only_arguments_are_known() -> None:
 def test_an_answer_with_more_than_calls_is_written_by_the_template() -> None:
     adapter = choose_adapter({}, tokenizers.wrapped("tok-qwen3"))
     assert isinstance(adapter, GenericAdapter)
-    calls = called(adapter, OTHERWISE["without tags"] + " That was it.")
-    assert f"<tool_call>\n{OTHERWISE['without tags']}\n</tool_call>" in shown(adapter, calls, str)
+    calls = called(adapter, OTHERWISE["on one line"] + " That was it.")
+    assert stands("tok-qwen3", '{"a": 1}', shown(adapter, calls, str))
 
 
 def test_a_form_that_the_family_does_not_read_as_a_call_is_written_by_the_template() -> None:

@@ -70,7 +70,8 @@ class SampledCalls:
         return {**call, "function": {**function, "arguments": sampled}}
 
     def _whole(self, said: str, calls: Sequence[Any]) -> str | None:
-        """Return an answer as it was sampled; None if the template writes it so, or if it is not known."""
+        """Return an answer as it was sampled; None if the template writes it so, or in other tags, or if it is not
+        known."""
         written: list[tuple[Form, str, str]] = []
         values: list[ToolCall] = []
         for call in calls:
@@ -80,10 +81,12 @@ class SampledCalls:
             function, value = found
             written.append((form, function["name"], form.arguments(function["arguments"], value)))
             values.append(ToolCall(function["name"], value))
-        own = self._own
-        first = own["said" if said else "alone"]
-        if all(form.around == (own["next"] if n else first) for n, (form, _, _) in enumerate(written)):
+        own = [self._own["next" if number else "said" if said else "alone"] for number in range(len(written))]
+        pairs = [(form.around, theirs) for (form, _, _), theirs in zip(written, own, strict=True)]
+        if all(ours == theirs for ours, theirs in pairs):
             return None
+        if any(theirs is not None and ours is not None and ours.tag != theirs.tag for ours, theirs in pairs):
+            return None  # a small model that sees its calls without the tags of its family goes on calling
         text = written_again(said, written)
         return text if self._parse(text) == values and self._shows(text, len(said)) else None
 

@@ -67,6 +67,11 @@ class Around:
         return f"{opening}{before}{plain_text(name)}{key}{_KEYS[self.key]}{arguments}", end + closing
 
     @property
+    def tag(self) -> str:
+        """What tells that a call begins; empty where nothing does."""
+        return _FENCES[self.fence][0].strip()
+
+    @property
     def gap_text(self) -> str:
         return _GAPS[self.gap]
 
