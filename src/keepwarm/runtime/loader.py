@@ -30,10 +30,13 @@ from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arit
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
-from keepwarm.runtime.gguf import forget_file, load_gguf, packed
+from keepwarm.runtime.filling import forget_files, packed
+from keepwarm.runtime.gguf import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
+from keepwarm.runtime.int4.folder import load_int4
 from keepwarm.runtime.native.build import kernels, level
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.native.grouped import NotMapped
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
 from keepwarm.runtime.runner import Runner
@@ -175,7 +178,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     weights, buffers = weights_digest(model, folder, known), buffers_of(model)
     kept = checked(own, probe(own), weights, known)
     runner = _choose_runner(own, kept, config)
-    forget_file(model)
+    forget_files(model)
     runner.port.synchronize()  # all work so far is done, for requests on any stream
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer, known), codec(config.kv_codec).identity
@@ -212,7 +215,15 @@ def _from_pretrained(
     adapter = is_folder and (folder / "adapter_config.json").exists()
     device = _device(config.device)
     dtype = _dtype(config, device)
+    unmapped = ""
     try:
+        if is_folder and not adapter:
+            try:
+                if (model := load_int4(folder, device, dtype, trust=remote)) is not None:
+                    return model, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
+            except NotMapped as reason:
+                unmapped = f". Its 4-bit weights do not run on the compiled kernels: {reason}"
+                log.info("%s runs through transformers%s", where, unmapped)
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
@@ -227,10 +238,12 @@ def _from_pretrained(
             f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
             "a hub id (set HF_TOKEN for a private one), or 'demo'"
         ) from error
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not unmapped:
+            raise
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
-        raise UnsupportedModel(f"{where} does not load: {first_line(error)}") from error
+        raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
     return model, tokenizer, folder if is_folder else _hub_folder(model)
 
 
