@@ -33,10 +33,9 @@ from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files, packed
 from keepwarm.runtime.gguf import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
-from keepwarm.runtime.int4.folder import load_int4
+from keepwarm.runtime.int4.folder import kept_int4
 from keepwarm.runtime.native.build import kernels, level
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
-from keepwarm.runtime.native.grouped import NotMapped
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
 from keepwarm.runtime.runner import Runner
@@ -218,12 +217,9 @@ def _from_pretrained(
     unmapped = ""
     try:
         if is_folder and not adapter:
-            try:
-                if (model := load_int4(folder, device, dtype, trust=remote)) is not None:
-                    return model, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
-            except NotMapped as reason:
-                unmapped = f". Its 4-bit weights do not run on the compiled kernels: {reason}"
-                log.info("%s runs through transformers%s", where, unmapped)
+            kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
+            if kept is not None:
+                return kept, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")

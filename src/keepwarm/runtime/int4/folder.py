@@ -7,6 +7,7 @@ theirs, is not used.
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import COVERED, described
 from keepwarm.runtime.native.grouped import NotMapped
 
+log = logging.getLogger(__name__)
+
 _COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
 
 
@@ -38,12 +41,23 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def load_int4(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: bool) -> PreTrainedModel | None:
-    """Return the model of a folder with weights of 4 bits, or None for a folder without such.
+def kept_int4(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, trust: bool
+) -> tuple[PreTrainedModel | None, str]:
+    """Return the model of a folder with weights of 4 bits; or None, and a sentence that says why the kernels do not run
+    it. The sentence is empty for a folder without such weights.
 
-    `dtype` is that of keys and values, `trust` whether code in the folder may run. Raises NotMapped, with the reason,
-    for weights, models and machines that the kernels do not cover, and UnsupportedModel for files that are damaged.
+    `dtype` is that of keys and values, `trust` whether code in the folder may run. Raises UnsupportedModel for files
+    that are damaged.
     """
+    try:
+        return _model(folder, device, dtype, trust=trust), ""
+    except NotMapped as reason:
+        log.info("%s runs through transformers: %s", folder, reason)
+        return None, f". Its 4-bit weights do not run on the compiled kernels: {reason}"
+
+
+def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: bool) -> PreTrainedModel | None:
     settings = settings_of(folder)
     form = format_of(settings)
     if form is None:
