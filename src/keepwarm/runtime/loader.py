@@ -19,7 +19,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.core.lora import Lora
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
-from keepwarm.models.places import downloaded_before, gguf_file, model_folder
+from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
 from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
@@ -240,7 +240,7 @@ def _from_pretrained(
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
         raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
-    return model, tokenizer, folder if is_folder else _hub_folder(model)
+    return model, tokenizer, folder if is_folder else _snapshot(model)
 
 
 def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -259,21 +259,8 @@ def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> st
     return None
 
 
-def _hub_folder(model: PreTrainedModel) -> Path | None:
-    """Return the hub cache's folder of the loaded snapshot; None when it is unknown (the tensors are hashed then)."""
-    try:
-        from transformers.utils.hub import cached_file
-
-        found = cached_file(
-            model.config._name_or_path,
-            "config.json",
-            revision=getattr(model.config, "_commit_hash", None),
-            local_files_only=True,  # it was just loaded from there
-            _raise_exceptions_for_missing_entries=False,
-        )
-        return Path(found).parent if found else None
-    except (OSError, ValueError):
-        return None
+def _snapshot(model: PreTrainedModel) -> Path | None:
+    return snapshot_here(model.config._name_or_path, getattr(model.config, "_commit_hash", None))
 
 
 def _device(asked: str | None) -> torch.device:
