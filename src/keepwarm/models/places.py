@@ -75,3 +75,16 @@ def cached_config(name: str) -> Path | None:
     except HFValidationError:  # not a hub id
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def snapshot_here(name: str, revision: str | None) -> Path | None:
+    """Return the hub cache's folder of a snapshot that was just loaded; None when it is unknown. Uses no network."""
+    try:
+        from transformers.utils.hub import cached_file
+
+        found = cached_file(
+            name, "config.json", revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        return Path(found).parent if found else None
+    except (OSError, ValueError):
+        return None

@@ -7,13 +7,8 @@ a row consists of whole blocks.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import logging
-import mmap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, UnsupportedModel
-from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, BlockLinear, Blocks, can_compute, raw_bytes
-
-log = logging.getLogger(__name__)
+from keepwarm.runtime.filling import empty, fill, keep_maps
+from keepwarm.runtime.native.blocks import KINDS, Blocks, can_compute, raw_bytes
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # values of general.architecture; Mistral has "llama"
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
@@ -146,47 +139,17 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except _DAMAGE as error:
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
-    model.gguf_map = file.reader.data._mmap  # only the map is kept: the reader's metadata are as large as a tokenizer
+    keep_maps(model, [file.reader.data._mmap])  # only the map: the reader's metadata are as large as a tokenizer
     return model, tokenizer
 
 
-def packed(model: PreTrainedModel) -> bool:
-    """Return whether a model's weights are in blocks."""
-    return isinstance(model.get_output_embeddings(), BlockLinear)
-
-
-def forget_file(model: PreTrainedModel) -> None:
-    """Give back the memory that holds a model's GGUF file, if the model is from one."""
-    found = getattr(model, "gguf_map", None)
-    if not isinstance(found, mmap.mmap):
-        return
-    if hasattr(mmap, "MADV_DONTNEED"):
-        found.madvise(mmap.MADV_DONTNEED)
-    gc.collect()  # the reader of the file's metadata holds hundreds of MB in small pieces
-    with suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
     config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     width = file.value(f"{file.architecture}.attention.key_length")
     if width is not None and hasattr(config, "head_dim"):
         config.head_dim = int(width)  # transformers does not read it for Qwen 3
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    found = dict(_tensors(file, model))
-    names = sorted({name.rpartition(".")[0] for name in found})
-    for name in names:
-        _put(file.path, model, name, found.get(f"{name}.weight"), found.get(f"{name}.bias"), dtype)
-    if config.tie_word_embeddings:
-        table = model.get_input_embeddings()
-        if isinstance(table, BlockEmbedding):
-            model.set_output_embeddings(BlockLinear(table.blocks, None))
-    missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
-    if missing:
-        raise UnsupportedModel(f"{file.path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
+    model = empty(config, dtype)
+    fill(file.path, model, dict(_tensors(file, model)), dtype)
     types = {each.name: each.tensor_type.name for each in file.reader.tensors}
     model.config.quantization_config = {
         "quant_method": "gguf",
@@ -226,37 +189,3 @@ def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> No
     for name in ("inv_freq", "original_inv_freq"):
         if (table := getattr(rotary, name, None)) is not None:
             table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))
-
-
-def _put(
-    path: Path,
-    model: PreTrainedModel,
-    name: str,
-    weight: Blocks | torch.Tensor | None,
-    bias: Blocks | torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:
-    """Replace the tensors of one module of the empty model."""
-    module: Any = model.get_submodule(name)
-    if weight is None or isinstance(bias, Blocks):
-        raise UnsupportedModel(f"{path} has for {name} a bias without a weight, or one in blocks")
-    shape = tuple(weight.shape)
-    if shape != tuple(module.weight.shape):
-        raise UnsupportedModel(f"{path} has {name} of the shape {shape}; the model has {tuple(module.weight.shape)}")
-    if isinstance(weight, Blocks):
-        _check_width(path, name, weight)
-        if isinstance(module, nn.Embedding):
-            scale = getattr(module, "embed_scale", None)
-            model.set_submodule(name, BlockEmbedding(weight, dtype, scale))
-        elif type(module) is nn.Linear and (module.bias is None) == (bias is None):
-            model.set_submodule(name, BlockLinear(weight, bias))
-        else:
-            raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks")
-        return
-    module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    module.register_buffer("exact", weight)  # the file's own numbers, not rounded, for the kernels
-
-
-def _check_width(path: Path, name: str, weight: Blocks) -> None:
-    if weight.columns % COLUMNS:
-        raise UnsupportedModel(f"{path}: {name} is {weight.columns} wide, which is no multiple of {COLUMNS}")

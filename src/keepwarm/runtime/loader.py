@@ -19,7 +19,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.core.lora import Lora
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
-from keepwarm.models.places import downloaded_before, gguf_file, model_folder
+from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
 from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
@@ -30,8 +30,10 @@ from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arit
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
-from keepwarm.runtime.gguf import forget_file, load_gguf, packed
+from keepwarm.runtime.filling import forget_files, packed
+from keepwarm.runtime.gguf import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
+from keepwarm.runtime.int4.folder import kept_int4
 from keepwarm.runtime.native.build import kernels, level
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.proof import variance
@@ -175,7 +177,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     weights, buffers = weights_digest(model, folder, known), buffers_of(model)
     kept = checked(own, probe(own), weights, known)
     runner = _choose_runner(own, kept, config)
-    forget_file(model)
+    forget_files(model)
     runner.port.synchronize()  # all work so far is done, for requests on any stream
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer, known), codec(config.kv_codec).identity
@@ -212,7 +214,12 @@ def _from_pretrained(
     adapter = is_folder and (folder / "adapter_config.json").exists()
     device = _device(config.device)
     dtype = _dtype(config, device)
+    unmapped = ""
     try:
+        if is_folder and not adapter:
+            kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
+            if kept is not None:
+                return kept, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
@@ -227,11 +234,13 @@ def _from_pretrained(
             f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
             "a hub id (set HF_TOKEN for a private one), or 'demo'"
         ) from error
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not unmapped:
+            raise
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
-        raise UnsupportedModel(f"{where} does not load: {first_line(error)}") from error
-    return model, tokenizer, folder if is_folder else _hub_folder(model)
+        raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
+    return model, tokenizer, folder if is_folder else _snapshot(model)
 
 
 def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -250,21 +259,8 @@ def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> st
     return None
 
 
-def _hub_folder(model: PreTrainedModel) -> Path | None:
-    """Return the hub cache's folder of the loaded snapshot; None when it is unknown (the tensors are hashed then)."""
-    try:
-        from transformers.utils.hub import cached_file
-
-        found = cached_file(
-            model.config._name_or_path,
-            "config.json",
-            revision=getattr(model.config, "_commit_hash", None),
-            local_files_only=True,  # it was just loaded from there
-            _raise_exceptions_for_missing_entries=False,
-        )
-        return Path(found).parent if found else None
-    except (OSError, ValueError):
-        return None
+def _snapshot(model: PreTrainedModel) -> Path | None:
+    return snapshot_here(model.config._name_or_path, getattr(model.config, "_commit_hash", None))
 
 
 def _device(asked: str | None) -> torch.device:

@@ -22,37 +22,37 @@ inline void plain_sums(const float* w, const float* x, int64_t columns, int coun
 extern "C" {
 
 // Returns the bytes of a panel of 16 outputs, or 0 for an unknown kind.
-int64_t keepwarm_panel_bytes(int kind, int64_t columns) { return shape_of(kind).bytes ? panel_bytes(kind, columns) : 0; }
+int64_t keepwarm_panel_bytes(int kind, int64_t columns) { return shape_of(kind).codes ? panel_bytes(kind, columns) : 0; }
 
-// Return the bytes of a row in the file, and the number of columns that must divide a row's width.
-int64_t keepwarm_row_bytes(int kind, int64_t columns) { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
-int keepwarm_block_columns(int kind) { return shape_of(kind).columns; }
+// Return the bytes of a row in the file (0 in INT4, which has no rows), and the number of columns that must divide a row's
+// width.
+int64_t keepwarm_row_bytes(const Source* from) { return from->row_bytes(); }
+int keepwarm_block_columns(int kind) { return shape_of(kind).each ? shape_of(kind).each * COLUMNS : shape_of(kind).columns; }
 
-// Packs rows of the file, [rows][row_bytes], as panels. `to` must hold zeros.
-void keepwarm_pack(int kind, const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, int threads) {
-    const int64_t each = keepwarm_row_bytes(kind, columns), panels = (rows + LANES - 1) / LANES;
+// Packs a weight as panels. `to` must hold zeros.
+void keepwarm_pack(const Source* from, uint8_t* to, int threads) {
+    const int64_t panels = (from->rows + LANES - 1) / LANES;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < panels; i++) {
         const int64_t first = i * LANES;
-        pack_panel(kind, from + first * each, each, (int)std::min<int64_t>(LANES, rows - first), columns, to + i * panel_bytes(kind, columns));
+        pack_panel(*from, first, (int)std::min<int64_t>(LANES, from->rows - first), to + i * panel_bytes(from->kind, from->columns));
     }
 }
 
-// Widens some rows of the file to floats, [count][columns].
-void keepwarm_widen(int kind, const uint8_t* from, const int64_t* row, int64_t count, int64_t columns, float* to) {
-    for (int64_t i = 0; i < count; i++) widen_row(kind, from + row[i] * keepwarm_row_bytes(kind, columns), columns, to + i * columns);
+// Widens some rows to floats, [count][columns].
+void keepwarm_widen(const Source* from, const int64_t* row, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) widen_row(*from, row[i], to + i * from->columns);
 }
 
-// Sets y[i][n] to the sum of x[i] with row n of the file, in float32. Nothing is rounded to fewer bits.
-int keepwarm_plain_product(int kind, const uint8_t* from, int64_t rows, int64_t columns, const float* x, int64_t count,
-                           float* y, int threads) {
+// Sets y[i][n] to the sum of x[i] with row n, in float32. Nothing is rounded to fewer bits.
+int keepwarm_plain_product(const Source* from, const float* x, int64_t count, float* y, int threads) {
     return guarded([&] {
+        const int64_t rows = from->rows, columns = from->columns;
         std::vector<float> room((size_t)threads * columns);
-        const int64_t each = keepwarm_row_bytes(kind, columns);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t n = 0; n < rows; n++) {
             float* w = room.data() + (int64_t)omp_get_thread_num() * columns;
-            widen_row(kind, from + n * each, columns, w);
+            widen_row(*from, n, w);
             plain_sums(w, x, columns, (int)count, y + n, rows);
         }
         return 0;

@@ -1,7 +1,8 @@
-// Weights in the blocks of a GGUF file: how to read a block, how to pack blocks for products, and how to widen them for
-// the plain product that the packed ones are compared with.
+// Weights in the blocks of a GGUF file, or in the groups of 4 bits of a quantized folder: how to read a block, how to pack
+// blocks for products, and how to widen them for the plain product that the packed ones are compared with.
 //
-// A weight is scale * (code - less) or scale * code - least. A scale belongs to 32 columns of one output, or to 16.
+// A weight is scale * (code - less) or scale * code - least. A scale belongs to 32 columns of one output, to 16, or to a
+// group of more. Weights that nobody quantized lie beside these as floats of 16 bits.
 // 16 outputs are packed side by side as a panel. A panel is a series of groups of blocks of 32 columns. A group has its
 // blocks' scales first, and then their codes. So memory is read as one stream, in whole lines.
 #pragma once
@@ -14,7 +15,10 @@
 
 namespace {
 
-enum BlockKind : int32_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // as in ggml
+enum BlockKind : int32_t {  // as in ggml, except the last three, whose scales belong to 32, 64 and 128 columns
+    F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30,
+    INT4_32 = 132, INT4_64 = 164, INT4_128 = 228
+};
 
 constexpr int COLUMNS = 32;  // columns of a block here; a file's block may have 256
 constexpr int SUPER = 8;     // in Q4_K, Q5_K and Q6_K so many blocks share a factor of their scales
@@ -24,8 +28,9 @@ constexpr int SUPER = 8;     // in Q4_K, Q5_K and Q6_K so many blocks share a fa
 // scales. `less` is subtracted from a code.
 struct Shape {
     int columns, bytes, bits, codes, scales, shared, less;
-    bool least;  // whether a block has a least value beside its scale
-    constexpr int group() const { return shared ? SUPER : scales == 32 ? 2 : 1; }
+    bool least;    // whether a block has a least value beside its scale
+    int each = 0;  // so many blocks have one scale, of 24 bits, and one zero (INT4)
+    constexpr int group() const { return each ? each : shared ? SUPER : scales == 32 ? 2 : 1; }
     constexpr int heads() const { return (shared + group() * scales + 63) / 64 * 64; }  // bytes of a group's scales
 };
 
@@ -39,9 +44,24 @@ constexpr Shape shape_of(int kind) {
         case Q4_K: return {256, 144, 4, 256, 32, 64, 0, true};
         case Q5_K: return {256, 176, 5, 320, 32, 64, 0, true};
         case Q6_K: return {256, 210, 6, 384, 32, 32, 32, false};
+        case F16: case BF16: return {32, 64, 16, 1024, 0, 0, 0, false};
+        case INT4_32: return {32, 0, 4, 256, 0, 64, 0, true, 1};
+        case INT4_64: return {32, 0, 4, 256, 0, 64, 0, true, 2};
+        case INT4_128: return {32, 0, 4, 256, 0, 64, 0, true, 4};
     }
     return {};
 }
+
+enum Layout : int32_t { GPTQ = 0, GPTQ_2 = 1, AWQ = 2, COMPRESSED = 3 };  // of weights in INT4; as in grouped.py
+
+// A weight [rows, columns] as a file has it. In INT4, `raw` holds words of eight codes, and a scale belongs to `group`
+// columns; without `zeros` every zero is 8. Everywhere else `raw` holds rows of blocks.
+struct Source {
+    const uint8_t *raw, *scales, *zeros;
+    int64_t rows, columns, group;
+    int32_t kind, layout, scale_kind, unused;  // the kind of scales is F16, BF16, or 0 for float32
+    int64_t row_bytes() const { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
+};
 
 // One output's block of 32 columns. In kinds with shared factors, `scale` and `least` are integers of 6 or 8 bits that
 // are multiplied with `factor`.
@@ -50,6 +70,7 @@ struct Block {
     uint16_t factor[2];  // in half precision: the factor of scales, and that of least values
     int32_t scale[2];    // the scales of the first and of the last 16 columns; 1 if `factor` is the whole scale
     int32_t least;
+    float whole;         // in INT4 the scale; then `least` is what is subtracted from a code
 };
 
 inline void nibbles(const uint8_t* from, uint8_t* code) {
@@ -73,12 +94,70 @@ inline void half_block(const uint8_t* from, int i, uint8_t* code) {  // two bloc
     for (int c = 0; c < COLUMNS; c++) code[c] = i % 2 ? from[i / 2 * COLUMNS + c] >> 4 : from[i / 2 * COLUMNS + c] & 15;
 }
 
-// Reads block `b` of a row in the file.
-inline Block read_block(int kind, const uint8_t* row, int b) {
+inline float widened_half(uint16_t bits) {
+    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    uint32_t wide = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
+    float value;
+    if (rest < 0x400) return (value = rest * 0x1p-24f, sign ? -value : value);  // a subnormal number
+    wide |= sign;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+inline float widened_bf16(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+// Returns the number at an index of an array of a kind: F16, BF16, or 0 for float32.
+inline float number_at(int kind, const uint8_t* from, int64_t i) {
+    float value;
+    if (!kind) return std::memcpy(&value, from + 4 * i, sizeof value), value;
+    uint16_t bits;
+    std::memcpy(&bits, from + 2 * i, sizeof bits);
+    return kind == F16 ? widened_half(bits) : widened_bf16(bits);
+}
+
+// Returns code `i` of word `at`. AWQ has the codes of a word's eight numbers in an order of its own.
+inline int code_at(const uint8_t* words, int64_t at, int i, bool awq = false) {
+    constexpr int ORDER[] = {0, 4, 1, 5, 2, 6, 3, 7};
+    uint32_t word;
+    std::memcpy(&word, words + 4 * at, sizeof word);
+    return word >> 4 * (awq ? ORDER[i] : i) & 15;
+}
+
+inline int int4_code(const Source& s, int64_t n, int64_t c) {
+    if (s.layout == COMPRESSED) return code_at(s.raw, n * (s.columns / 8) + c / 8, c % 8);
+    if (s.layout == AWQ) return code_at(s.raw, c * (s.rows / 8) + n / 8, n % 8, true);
+    return code_at(s.raw, c / 8 * s.rows + n, c % 8);
+}
+
+inline int int4_zero(const Source& s, int64_t n, int64_t g) {
+    if (!s.zeros) return 8;
+    if (s.layout == COMPRESSED) return code_at(s.zeros, n / 8 * (s.columns / s.group) + g, n % 8);
+    return code_at(s.zeros, g * (s.rows / 8) + n / 8, n % 8, s.layout == AWQ) + (s.layout == GPTQ);  // one less is stored
+}
+
+inline Block read_int4(const Source& s, int64_t n, int64_t b) {
+    Block to{};
+    const int64_t g = b * COLUMNS / s.group;
+    for (int c = 0; c < COLUMNS; c++) to.code[c] = int4_code(s, n, b * COLUMNS + c);
+    to.least = int4_zero(s, n, g);
+    to.whole = number_at(s.scale_kind, s.scales, s.layout == COMPRESSED ? n * (s.columns / s.group) + g : g * s.rows + n);
+    return to;
+}
+
+// Reads block `b` of row `n`.
+inline Block read_block(const Source& from, int64_t n, int64_t b) {
+    const int kind = from.kind;
     const Shape s = shape_of(kind);
+    if (s.each) return read_int4(from, n, b);
+    const uint8_t* const row = from.raw + n * from.row_bytes();
     const int i = b % (s.columns / COLUMNS);
     const uint8_t* p = row + (int64_t)(b / (s.columns / COLUMNS)) * s.bytes;
-    Block to{{}, {}, {1, 1}, 1};
+    Block to{{}, {}, {1, 1}, 1, 0};
     std::memcpy(to.factor, p, kind == Q6_K ? 0 : 2);
     std::memcpy(to.factor + 1, p + 2, s.least ? 2 : 0);
     if (s.least && !s.shared) to.factor[1] ^= 0x8000;  // these kinds add the least value, the others subtract it
@@ -106,16 +185,6 @@ inline Block read_block(int kind, const uint8_t* row, int b) {
     return to;
 }
 
-inline float widened_half(uint16_t bits) {
-    const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
-    uint32_t wide = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
-    float value;
-    if (rest < 0x400) return (value = rest * 0x1p-24f, sign ? -value : value);  // a subnormal number
-    wide |= sign;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
 inline int64_t blocks_of(int64_t columns) { return columns / COLUMNS; }
 
 inline int64_t panel_bytes(int kind, int64_t columns) {
@@ -138,35 +207,63 @@ inline void pack_codes(int bits, const Block* block, uint8_t* to) {
         }
 }
 
-// Packs up to 16 rows of the file as one panel. `to` must hold zeros.
-inline void pack_panel(int kind, const uint8_t* rows, int64_t row_bytes, int count, int64_t columns, uint8_t* to) {
-    const Shape s = shape_of(kind);
+// Packs the scales of 16 outputs' groups as the upper 24 bits of floats: 16 bits of each, 8 bits of each, and the zeros.
+inline void pack_int4_scales(const Block* block, uint8_t* to) {
+    for (int o = 0; o < LANES; o++) {
+        uint32_t bits;
+        std::memcpy(&bits, &block[o].whole, sizeof bits);
+        const uint16_t high = bits >> 16;
+        std::memcpy(to + o * 2, &high, sizeof high);
+        to[32 + o] = bits >> 8, to[48 + o] = block[o].least;
+    }
+}
+
+// Packs up to 16 rows of floats of 16 bits: [columns][16 outputs].
+inline void pack_floats(const Source& from, int64_t first, int count, uint8_t* to) {
+    for (int64_t c = 0; c < from.columns; c++)
+        for (int o = 0; o < count; o++)
+            std::memcpy(to + (c * LANES + o) * 2, from.raw + ((first + o) * from.columns + c) * 2, 2);
+}
+
+// Packs up to 16 rows as one panel. `to` must hold zeros.
+inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to) {
+    const Shape s = shape_of(from.kind);
+    if (s.bits == 16) return pack_floats(from, first, count, to);
     uint8_t* scales = nullptr;
-    for (int64_t b = 0; b < blocks_of(columns); b++) {
+    for (int64_t b = 0; b < blocks_of(from.columns); b++) {
         Block block[LANES] = {};
-        for (int o = 0; o < count; o++) block[o] = read_block(kind, rows + o * row_bytes, b);
-        if (b % s.group() == 0) scales = to, to += s.heads();
+        for (int o = 0; o < count; o++) block[o] = read_block(from, first + o, b);
+        const bool begins = b % s.group() == 0;
+        if (begins) scales = to, to += s.heads();
         pack_codes(s.bits, block, to);
         to += s.codes;
+        if (s.each) {
+            if (begins) pack_int4_scales(block, scales);
+            continue;
+        }
         uint8_t* const own = scales + s.shared + b % s.group() * s.scales;
-        uint8_t* const first = s.shared ? scales : own;
+        uint8_t* const shared = s.shared ? scales : own;
         for (int o = 0; o < LANES; o++) {
-            std::memcpy(first + o * 2, &block[o].factor[0], 2);
-            if (s.least) std::memcpy(first + 32 + o * 2, &block[o].factor[1], 2);
+            std::memcpy(shared + o * 2, &block[o].factor[0], 2);
+            if (s.least) std::memcpy(shared + 32 + o * 2, &block[o].factor[1], 2);
             if (s.shared) own[o] = block[o].scale[0], own[LANES + o] = s.least ? block[o].least : block[o].scale[1];
         }
     }
 }
 
-// Widens a row of the file to floats, operation by operation as the format defines it.
-inline void widen_row(int kind, const uint8_t* row, int64_t columns, float* to) {
-    const Shape s = shape_of(kind);
-    for (int64_t b = 0; b < blocks_of(columns); b++) {
-        const Block block = read_block(kind, row, b);
+// Widens row `n` to floats, operation by operation as the format defines it.
+inline void widen_row(const Source& from, int64_t n, float* to) {
+    const Shape s = shape_of(from.kind);
+    if (s.bits == 16) {
+        for (int64_t c = 0; c < from.columns; c++) to[c] = number_at(from.kind, from.raw, n * from.columns + c);
+        return;
+    }
+    for (int64_t b = 0; b < blocks_of(from.columns); b++, to += COLUMNS) {
+        const Block block = read_block(from, n, b);
         const float factor = widened_half(block.factor[0]), least = widened_half(block.factor[1]) * block.least;
         for (int c = 0; c < COLUMNS; c++) {
             const float value = factor * block.scale[c / 16] * (block.code[c] - s.less);
-            to[b * COLUMNS + c] = s.least ? value - least : value;
+            to[c] = s.each ? block.whole * (block.code[c] - block.least) : s.least ? value - least : value;
         }
     }
 }

@@ -1,4 +1,5 @@
-"""Weights that keep the blocks of few bits of their GGUF file (`blocks.h`).
+"""Weights that keep the blocks of few bits of their file (`blocks.h`): those of a GGUF file. Those of a folder are in
+`grouped`.
 
 A module with such weights computes in float32, from the file's own bytes. The kernels, which round the other operand to
 8 bits, are compared with it. It widens one row of a weight at a time, so no weight is ever held in floats.
@@ -32,11 +33,13 @@ KINDS = {  # ggml's names and numbers, as in blocks.h
     "Q5_K": 13,
     "Q6_K": 14,
 }
+FLOATS = {torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside such as are in blocks
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
 COLUMNS = 32  # columns of a block, as in blocks.h
 # The memory is private to this process, because Linux gives no large pages to shared memory.
 _OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _SOURCE = Path(__file__).with_name("blocks.cpp")
+_NO_ROWS = 0  # bytes of a row of a kind that is not stored by rows (`grouped`)
 _PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
 
 
@@ -68,6 +71,23 @@ def _compute() -> ctypes.CDLL:
     return found
 
 
+class Source(ctypes.Structure):
+    """A weight as `blocks.h` reads it."""
+
+    _fields_ = (
+        ("raw", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("layout", ctypes.c_int32),
+        ("scale_kind", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A weight `[out, in]`. `raw` holds the file's bytes of it: uint8 `[out, bytes of a row]`."""
@@ -78,21 +98,22 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.raw), self.columns
+        return len(self), self.columns
 
     def __len__(self) -> int:
         return len(self.raw)
 
     @property
+    def source(self) -> Source:
+        return Source(raw=self.raw.data_ptr(), rows=len(self), columns=self.columns, kind=self.kind)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the rows have the length that this kind and number of columns need."""
-        if self.kind not in KINDS.values() or self.raw.dtype is not torch.uint8 or self.raw.device.type != "cpu":
+        if self.raw.dtype is not torch.uint8 or self.raw.device.type != "cpu":
             return False
-        library = _compute()
-        if self.columns % library.keepwarm_block_columns(self.kind):
-            return False
-        length = library.keepwarm_row_bytes(self.kind, ctypes.c_int64(self.columns))
-        return self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
+        length = row_bytes(self.source)
+        return length > _NO_ROWS and self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
 
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers `[n]` as float32 `[n, in]`. Raises IndexError for a row out of range."""
@@ -100,27 +121,29 @@ class Blocks:
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.shape[0]:
             raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {self.shape[0]}")
         made = torch.empty(len(numbers), self.columns)
-        _compute().keepwarm_widen(
-            self.kind,
-            _at(self.raw),
-            _at(numbers),
-            ctypes.c_int64(len(numbers)),
-            ctypes.c_int64(self.columns),
-            _at(made),
-        )
+        source = ctypes.byref(self.source)
+        _compute().keepwarm_widen(source, _at(numbers), ctypes.c_int64(len(numbers)), _at(made))
         return made
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with `x`, float32 `[n, in]`, as float32 `[n, out]`. Nothing is rounded to fewer bits."""
         made = torch.empty(len(x), len(self))
         x = x.contiguous()
-        sizes = [ctypes.c_int64(size) for size in (*self.shape, len(x))]
-        done(
-            _compute().keepwarm_plain_product(
-                self.kind, _at(self.raw), *sizes[:2], _at(x), sizes[2], _at(made), torch.get_num_threads()
-            )
-        )
+        source, count = ctypes.byref(self.source), ctypes.c_int64(len(x))
+        done(_compute().keepwarm_plain_product(source, _at(x), count, _at(made), torch.get_num_threads()))
         return made
+
+    def linear(self, bias: torch.Tensor | None) -> BlockLinear:
+        """Return a module over this weight. `bias`: float32 `[out]`."""
+        return BlockLinear(self, bias)
+
+
+def row_bytes(source: Source) -> int:
+    """Return the bytes of a row in the file. It is 0 for a kind that is not stored by rows, and -1 for one that is
+    unknown or does not divide the columns."""
+    library = _compute()
+    divisor = library.keepwarm_block_columns(source.kind)
+    return library.keepwarm_row_bytes(ctypes.byref(source)) if divisor and not source.columns % divisor else -1
 
 
 class Packed:
@@ -136,14 +159,8 @@ class Packed:
         self.table = np.zeros(sum(panels) + 4, dtype=_PANEL)  # kernels point past the last panel, but read none
         at, first = _address(self._memory), 0
         for weight, size, count in zip(weights, each, panels, strict=True):
-            library.keepwarm_pack(
-                weight.kind,
-                _at(weight.raw),
-                ctypes.c_int64(len(weight)),
-                ctypes.c_int64(columns),
-                ctypes.c_void_p(at),
-                torch.get_num_threads(),
-            )
+            source = ctypes.byref(weight.source)
+            library.keepwarm_pack(source, ctypes.c_void_p(at), torch.get_num_threads())
             some = self.table[first : first + count]
             some["at"], some["kind"] = at + size * np.arange(count, dtype=np.uint64), weight.kind
             at, first = at + size * count, first + count
@@ -164,7 +181,6 @@ class BlockLinear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, weight: Blocks, bias: torch.Tensor | None) -> None:
-        """`bias`: float32 `[out]`."""
         super().__init__()
         self.kind, self.in_features, self.out_features = weight.kind, weight.columns, len(weight)
         self.register_buffer("weight", weight.raw)

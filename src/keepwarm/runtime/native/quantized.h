@@ -87,6 +87,24 @@ inline void ask_for(const uint8_t* p) {
     for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
+template <int KIND> constexpr bool IS_FLOAT = shape_of(KIND).bits == 16;
+
+// Returns 16 floats of a kind of 16 bits.
+template <int KIND>
+inline Vec floats_at(const uint8_t* p) {
+    if constexpr (KIND == F16) return halves(p);
+    else return load((const bf16*)p);
+}
+
+// Returns the scales that `pack_int4_scales` packed.
+inline Vec long_scales(const uint8_t* p) {
+    typedef uint8_t Small __attribute__((vector_size(LANES)));
+    VecH high;
+    Small low;
+    std::memcpy(&high, p, sizeof high), std::memcpy(&low, p + sizeof high, sizeof low);
+    return (Vec)(__builtin_convertvector(high, VecU) << 16 | __builtin_convertvector(low, VecU) << 8);
+}
+
 // Walks a panel block by block. After a call of `next`, `code` and `scale` are those of the block it was called for.
 template <int KIND>
 struct Format {
@@ -103,6 +121,10 @@ struct Format {
         ask_for<SHAPE.codes>(codes + LATER);
         unpack();
         codes += SHAPE.codes;
+        if constexpr (SHAPE.each) {
+            if (begins) scale = long_scales(scales), least = scale * small_floats(scales + 48);
+            return;
+        }
         if (!SHAPE.shared || begins) {
             factor = halves(scales);
             if (SHAPE.least) least_factor = halves(scales + 32);
@@ -147,6 +169,29 @@ private:
     }
 };
 
+// Computes the sums of MB rows with a panel's 16 columns of floats. Each is made of two sums, of the even and of the odd
+// columns, in one order for any MB.
+template <int KIND, int MB>
+__attribute__((noinline)) void float_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
+    Vec even[MB] = {}, odd[MB] = {};
+    for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK, panel += shape_of(KIND).codes) {
+        ask_for<shape_of(KIND).codes>(panel + LATER);
+        alignas(64) float value[MB][COLUMNS];
+        for (int m = 0; m < MB; m++)
+            for (int h = 0; h < COLUMNS; h += LANES)
+                store(value[m] + h, signed_floats((const uint8_t*)x[m].x + h) * splat(x[m].scale));
+        for (int c = 0; c < COLUMNS; c += 2) {
+            const Vec first = floats_at<KIND>(panel + c * 32), second = floats_at<KIND>(panel + c * 32 + 32);
+#pragma GCC unroll 12
+            for (int m = 0; m < MB; m++) {
+                even[m] = fma(first, splat(value[m][c]), even[m]);
+                odd[m] = fma(second, splat(value[m][c + 1]), odd[m]);
+            }
+        }
+    }
+    for (int m = 0; m < MB; m++) to[m] = even[m] + odd[m];
+}
+
 // Computes the sums of MB rows with a panel's 16 columns.
 template <int KIND, int MB>
 __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
@@ -175,7 +220,11 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
 template <int KIND>
 inline int panel_sums(const QuantRows& x, int row, int rows, const uint8_t* panel, Vec* to) {
     const Rounded* from = x.row(row);
-    auto some = [&](auto count) { return panel_sums<KIND, count>(from, x.blocks, panel, to), (int)count; };
+    auto some = [&](auto count) {
+        if constexpr (IS_FLOAT<KIND>) float_sums<KIND, count>(from, x.blocks, panel, to);
+        else panel_sums<KIND, count>(from, x.blocks, panel, to);
+        return (int)count;
+    };
     if (rows >= 12) return some(Count<12>{});
     if (rows >= 8) return some(Count<8>{});
     if (rows >= 4) return some(Count<4>{});
@@ -194,6 +243,11 @@ inline auto with_kind(int kind, Work work) {
         case Q8_0: return work(Count<Q8_0>{});
         case Q4_K: return work(Count<Q4_K>{});
         case Q5_K: return work(Count<Q5_K>{});
+        case F16: return work(Count<F16>{});
+        case BF16: return work(Count<BF16>{});
+        case INT4_32: return work(Count<INT4_32>{});
+        case INT4_64: return work(Count<INT4_64>{});
+        case INT4_128: return work(Count<INT4_128>{});
         default: return work(Count<Q6_K>{});
     }
 }
@@ -213,24 +267,30 @@ void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, 
     }
 }
 
-// Writes a token's embedding, [width], times a factor.
-inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
-    const QuantPanel& panel = table[token / LANES];
-    with_kind(panel.kind, [&](auto kind) {
-        Format<kind> f(panel.at);
+// Writes row `o` of a panel of outputs, [width], times a factor.
+template <int KIND>
+inline void look_up(const uint8_t* panel, int o, int width, float factor, float* to) {
+    if constexpr (IS_FLOAT<KIND>) {
+        for (int c = 0; c < width; c++) to[c] = number_at(KIND, panel, c * LANES + o) * factor;
+    } else {
+        Format<KIND> f(panel);
         for (int64_t b = 0; b < blocks_of(width); b++) {
             f.next(b);
             alignas(64) uint8_t code[8][64];
             std::memcpy(code, f.code, sizeof code);
-            const int o = token % LANES;
             for (int c = 0; c < COLUMNS; c++) {
                 const float scale = f.SPLIT && c >= LANES ? f.other[o] : f.scale[o];
                 const float value = scale * (code[c / 4][o * 4 + c % 4] - f.SHAPE.less);
                 to[b * COLUMNS + c] = (f.SHAPE.least ? value - f.least[o] : value) * factor;
             }
         }
-        return 0;
-    });
+    }
+}
+
+// Writes a token's embedding, [width], times a factor.
+inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
+    const QuantPanel& panel = table[token / LANES];
+    with_kind(panel.kind, [&](auto kind) { return look_up<kind>(panel.at, token % LANES, width, factor, to), 0; });
 }
 
 }  // namespace

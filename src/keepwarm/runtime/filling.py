@@ -1,0 +1,100 @@
+"""Puts a file's tensors into an empty model of transformers, and leaves weights in blocks as the file has them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.native.blocks import COLUMNS, BlockEmbedding, BlockLinear, Blocks
+
+Tensors = Mapping[str, Blocks | torch.Tensor]
+
+
+def empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model without its weights. What it computes itself, such as rotary frequencies, is there."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def fill(path: Path, model: PreTrainedModel, found: Tensors, dtype: torch.dtype) -> None:
+    """Replace an empty model's modules by such as use a file's tensors, by their names. Raises UnsupportedModel, with
+    what was found and what is expected."""
+    for name in sorted({name.rpartition(".")[0] for name in found}):
+        _put(path, model, name, found.get(f"{name}.weight"), found.get(f"{name}.bias"), dtype)
+    if model.config.tie_word_embeddings:
+        table = model.get_input_embeddings()
+        if isinstance(table, BlockEmbedding):
+            model.set_output_embeddings(BlockLinear(table.blocks, None))
+    missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
+    if missing:
+        raise UnsupportedModel(f"{path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
+
+
+def packed(model: PreTrainedModel) -> bool:
+    """Return whether a model's weights are in blocks."""
+    return isinstance(model.get_output_embeddings(), BlockLinear)
+
+
+def keep_maps(model: Any, maps: Sequence[mmap.mmap]) -> None:
+    """Note which maps hold the tensors of a model's files, for `forget_files`."""
+    model.weight_maps = list(maps)
+
+
+def forget_files(model: PreTrainedModel) -> None:
+    """Give back the memory that holds a model's files, if its tensors are in maps of them."""
+    found = getattr(model, "weight_maps", None)
+    if not isinstance(found, list):
+        return
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for each in found:
+            each.madvise(mmap.MADV_DONTNEED)
+    gc.collect()  # the reader of a file's metadata holds hundreds of MB in small pieces
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _put(
+    path: Path,
+    model: PreTrainedModel,
+    name: str,
+    weight: Blocks | torch.Tensor | None,
+    bias: Blocks | torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Replace the tensors of one module of the empty model."""
+    module: Any = model.get_submodule(name)
+    if weight is None or isinstance(bias, Blocks):
+        raise UnsupportedModel(f"{path} has for {name} a bias without a weight, or one in blocks")
+    shape = tuple(weight.shape)
+    if shape != tuple(module.weight.shape):
+        raise UnsupportedModel(f"{path} has {name} of the shape {shape}; the model has {tuple(module.weight.shape)}")
+    if isinstance(weight, Blocks):
+        _check_width(path, name, weight)
+        if isinstance(module, nn.Embedding):
+            scale = getattr(module, "embed_scale", None)
+            model.set_submodule(name, BlockEmbedding(weight, dtype, scale))
+        elif type(module) is nn.Linear and (module.bias is None) == (bias is None):
+            model.set_submodule(name, weight.linear(bias))
+        else:
+            raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks, or lacks its bias")
+        return
+    module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    module.register_buffer("exact", weight)  # the file's own numbers, not rounded, for the kernels
+
+
+def _check_width(path: Path, name: str, weight: Blocks) -> None:
+    if weight.columns % COLUMNS:
+        raise UnsupportedModel(f"{path}: {name} is {weight.columns} wide, which is no multiple of {COLUMNS}")

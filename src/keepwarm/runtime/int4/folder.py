@@ -1,0 +1,133 @@
+"""Loads a model from a folder with weights of 4 bits, and leaves them as the files have them (`native.grouped`).
+
+transformers reads the configuration and makes the empty model; its own code for these formats, which needs packages of
+theirs, is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from keepwarm.core.identity import json_digest
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.filling import empty, fill, keep_maps
+from keepwarm.runtime.int4.formats import Format, format_of
+from keepwarm.runtime.int4.tensors import Tensors
+from keepwarm.runtime.native.blocks import COLUMNS, FLOATS, Blocks, can_compute
+from keepwarm.runtime.native.description import NotCovered
+from keepwarm.runtime.native.families import COVERED, described
+from keepwarm.runtime.native.grouped import NotMapped
+
+log = logging.getLogger(__name__)
+
+_COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return how a folder's weights are quantized, as its configuration says; empty if they are not."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return {}  # whoever loads it next says so
+    return found if isinstance(found, dict) else {}
+
+
+def kept_int4(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, trust: bool
+) -> tuple[PreTrainedModel | None, str]:
+    """Return the model of a folder with weights of 4 bits; or None, and a sentence that says why the kernels do not run
+    it. The sentence is empty for a folder without such weights.
+
+    `dtype` is that of keys and values, `trust` whether code in the folder may run. Raises UnsupportedModel for files
+    that are damaged.
+    """
+    try:
+        return _model(folder, device, dtype, trust=trust), ""
+    except NotMapped as reason:
+        log.info("%s runs through transformers: %s", folder, reason)
+        return None, f". Its 4-bit weights do not run on the compiled kernels: {reason}"
+
+
+def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: bool) -> PreTrainedModel | None:
+    settings = settings_of(folder)
+    form = format_of(settings)
+    if form is None:
+        return None
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        raise NotMapped(f"the kernels run on the CPU, in bfloat16 or float32; this is {device} and {dtype}")
+    if not can_compute():
+        raise NotMapped("the kernels need a C++ compiler (install g++)")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    if not type(config).__module__.startswith("transformers.models."):
+        raise NotMapped("the kernels run models of transformers' own classes")
+    del config.quantization_config
+    model = empty(config, dtype)
+    if type(model).__name__ not in COVERED:
+        raise NotMapped(f"the kernels do not have {type(model).__name__}")
+    tensors = Tensors.of(folder)
+    fill(folder, model, dict(_tensors(folder, model, form, tensors.found)), dtype)
+    _check(model)
+    keep_maps(model, tensors.maps)
+    types = {name: str(tensor.dtype) for name, tensor in tensors.found.items()}
+    # Equal bytes mean different weights in different types. Other ways to run the folder have other tensors.
+    kept = {"kept": "as in the file", "types": json_digest("keepwarm int4 types 1", types)}
+    model.config.quantization_config = settings | {"keepwarm": kept}
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """Yield names of weights and biases with their tensors, as `filling.fill` takes them."""
+    modules = dict(model.named_modules())
+    parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in found.items():
+        if module := form.module_of(name):
+            parts[module][name.rpartition(".")[2]] = tensor
+        elif not name.endswith(_COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            yield from _plain(name, tensor, modules)
+    for module, tensors in parts.items():
+        linear = modules.get(module)
+        if type(linear) is not nn.Linear:
+            raise NotMapped(f"{module}, which is no linear layer of {type(model).__name__}")
+        try:
+            yield f"{module}.weight", form.weight((linear.out_features, linear.in_features), tensors)
+        except ValueError as error:
+            raise UnsupportedModel(f"{folder}: {module} has {error}. Fetch the folder again") from error
+
+
+def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module]) -> Iterator[Any]:
+    """Yield a tensor that nobody quantized: a weight in blocks if it is one of a product, else floats."""
+    module, _, last = name.rpartition(".")
+    owner: Any = modules.get(module)
+    if owner is None or last not in ("weight", "bias"):
+        raise NotMapped(f"a tensor {name}")
+    if last == "bias" and getattr(owner, "bias", None) is None:
+        if tensor.any():
+            raise NotMapped(f"a tensor {name}, for which the model has no place")
+        return  # some tools write a bias of zeros for every module
+    if last == "bias" or not isinstance(owner, nn.Linear | nn.Embedding):
+        yield name, tensor.float()
+        return
+    if tensor.dtype not in FLOATS:
+        raise NotMapped(f"{name} in {tensor.dtype}, beside weights of 4 bits")
+    if tensor.dim() != 2 or tensor.shape[1] % COLUMNS:
+        raise NotMapped(f"{name} of the shape {list(tensor.shape)}")
+    yield name, Blocks(tensor.view(torch.uint8), FLOATS[tensor.dtype], tensor.shape[1])
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise NotMapped if the kernels do not run the model: without them it would be slow, and take more memory."""
+    try:
+        described(model)
+    except NotCovered as reason:
+        raise NotMapped(str(reason)) from reason
