@@ -8,7 +8,7 @@ a row consists of whole blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, get_tensor_name_map
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, UnsupportedModel
@@ -161,9 +161,7 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
 
 def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks | torch.Tensor]]:
     """Yield the file's tensors by their names in the model: weights in blocks, everything else in float32."""
-    made: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    processor = made(config=model.config.to_dict())
-    names: Mapping[str, str] = get_gguf_hf_weights_map(model, processor)
+    processor, names = processor_of(model, file.architecture), tensor_names(model, file.architecture)
     for each in file.reader.tensors:
         if each.name == _FACTORS:
             if each.tensor_type is not GGMLQuantizationType.F32:
@@ -182,6 +180,21 @@ def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks 
             yield names[each.name], torch.from_numpy(np.ascontiguousarray(values))
         else:
             yield names[each.name], Blocks(raw_bytes(values), int(each.tensor_type), int(each.shape[0]))
+
+
+def processor_of(model: PreTrainedModel, architecture: str) -> Any:
+    """Return what transformers does to the values of a file's tensors."""
+    made: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return made(config=model.config.to_dict())
+
+
+def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
+    """Return the model's name of each tensor that a file may have. transformers has a function for it, which makes its
+    table of names anew for every module."""
+    key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(key, model.config.num_hidden_layers)
+    found = {table.get_name(name, (".weight", ".bias")): name for name in model.state_dict()}
+    return {theirs: name for theirs, name in found.items() if theirs is not None}
 
 
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
