@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.batches import SECONDS, STEP, nothing_held, same
+from tests.helpers.hybrids import hybrid
 from tests.helpers.models import tiny
 from tests.helpers.prompts import ids
 
@@ -134,3 +135,20 @@ def test_equal_prompts_at_once_are_computed_once(llama: Engine) -> None:
     computed = sorted(answer.prompt_tokens - answer.cached_tokens for answer in answers)
     assert computed[-1] == 700
     assert computed[-2] < STEP, "less than two blocks"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_5_text"])
+def test_equal_prompts_at_once_are_computed_once_through_transformers(tokenizer: Any, family: str) -> None:
+    """However long the first one's answer is."""
+    model = tiny(family) if family == "gpt2" else hybrid(family)
+    with Engine.from_pretrained((model, tokenizer), step=64, attention="model") as engine:
+        asked: dict[str, Any] = {"prompt": ids(400, 690), "max_new_tokens": 40, "trace": True}
+        alone = engine.generate(**asked, reuse="off")
+        with Batcher(engine) as batcher:
+            with batcher._changed:
+                tickets = [batcher.submit(**asked) for _ in range(4)]
+            answers = [ticket.result(SECONDS) for ticket in tickets]
+            nothing_held(batcher)
+    for answer in answers:
+        same(answer, alone)
+    assert sorted(answer.cached_tokens for answer in answers)[:2] == [0, 384]

@@ -79,6 +79,12 @@ class Admission:
 
     # ---- in the batch's thread ----
 
+    def is_awaited(self, job: Running) -> bool:
+        """Return whether a waiting request shares blocks with one that was just prefilled."""
+        with self._changed:
+            waiting = [*self.waiting]
+        return any(other.shares(job) for other in waiting)
+
     def next(self, held_up: set[str]) -> Waiting | None:
         """Return the request to admit next: of the owner who had least time and is within his share. Owners who are
         `held_up` have a request that found no room; only others' small requests may overtake it, for a limited time."""
