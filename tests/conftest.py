@@ -44,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On the adversarial device, tests of what only the host's memory has are left out, with their own reasons."""
+    """On the adversarial device, tests of what only the host's memory has are left out, with their own reasons. Tests
+    of the service come first, so that of several processes one alone has to start its servers."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/serving/"))
     if config.getoption("--device") == "adversarial":
         for item in items:
             if marker := item.get_closest_marker("host_memory"):

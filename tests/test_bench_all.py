@@ -174,6 +174,7 @@ def test_a_step_names_what_there_is(step: Step) -> None:
 
 
 @checkout
+@pytest.mark.slow
 def test_a_real_step_ends_with_its_file(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     traces.mkdir()

@@ -40,7 +40,7 @@ REACHED = {0: 329, 31: 0, 33: 32, 64: 64, 97: 96, 200: 192, 329: 329, 400: 329}
 @pytest.fixture(
     scope="module",
     params=[
-        ("lfm2", torch.float32),
+        pytest.param(("lfm2", torch.float32), marks=pytest.mark.slow),
         ("qwen3.5", torch.float32),
         pytest.param(("lfm2-last", torch.bfloat16), marks=pytest.mark.slow),
         pytest.param(("qwen3-next", torch.bfloat16), marks=pytest.mark.slow),

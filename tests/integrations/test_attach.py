@@ -213,6 +213,7 @@ def test_what_changes_the_prompt_after_it_was_looked_up_is_not_cached(tokenizer:
         assert "token_healing" in attached._why_uncached(prompt, (), {"token_healing": True})
 
 
+@pytest.mark.slow
 def test_an_adapter_that_comes_later_runs_on_the_models_own_kernels(tokenizer: Any) -> None:
     peft = pytest.importorskip("peft")
     model = tiny("llama")

@@ -89,6 +89,7 @@ def test_no_set_holds_near_synonyms(benchmark: bfcl.Benchmark) -> None:
             assert all(bfcl._likeness(vector, other) < bfcl._SYNONYM for other in vectors[:number])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_benchmark_and_another_one_another(benchmark: bfcl.Benchmark) -> None:
     assert bfcl.load() == benchmark
     assert bfcl.load(seed=1).sets != benchmark.sets

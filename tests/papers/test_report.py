@@ -139,6 +139,7 @@ def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Jour
     assert "<script" not in page
 
 
+@pytest.mark.slow
 def test_report_of_part_of_a_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path / ANSWERS, KEYS)
     journal.begin(SETTINGS, MACHINE)

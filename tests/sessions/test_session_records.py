@@ -76,6 +76,7 @@ def test_a_salt_has_sessions_of_its_own_and_takes_them_along(engine: Engine, tmp
     assert engine.sessions.show("s", "b")
 
 
+@pytest.mark.slow
 def test_an_encrypted_store_seals_its_sessions(
     saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

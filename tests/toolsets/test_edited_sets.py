@@ -131,6 +131,7 @@ def test_a_salt_that_is_set_later_finds_its_own_versions_and_no_others(engine: E
         engine.generate(**asked | {"bases": [{"messages": [], "salt": "two"}]})
 
 
+@pytest.mark.slow
 def test_after_a_restart_it_comes_from_disk(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved("llama")
     with Engine.from_pretrained(folder, store=tmp_path, dtype="float32", **SETTINGS) as engine:

@@ -110,6 +110,7 @@ def test_what_is_wrong_is_told_as_openai_does(client: Any, server: ServerProcess
     assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 def test_many_at_once_answer_as_one_alone(server: ServerProcess) -> None:
     async def ask(client: Any, number: int) -> str:
         messages = [MESSAGES[0], {"role": "user", "content": f"What is {number} plus one?"}]

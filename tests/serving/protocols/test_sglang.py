@@ -87,6 +87,7 @@ def test_what_would_change_an_answer_is_an_error(server: ServerProcess, body: di
     assert says in json.dumps(generated(server, 404 if "model" in body else 400, **body))
 
 
+@pytest.mark.slow
 def test_what_says_nothing_is_accepted_as_sglangs_clients_send_it(server: ServerProcess) -> None:
     """`sglang.benchmark.serving` sends the first three with every request; SGLang reads null as left out."""
     unsaid: dict[str, Any] = {
