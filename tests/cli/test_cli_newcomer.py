@@ -112,6 +112,7 @@ def test_an_interrupted_chat_says_that_it_stays(saved: Callable[..., Path], tmp_
     assert "keepwarm: interrupted: the session stays; `keepwarm chat --session harbour` goes on" in said
 
 
+@pytest.mark.slow
 def test_any_other_interruption_is_told(saved: Callable[..., Path], tmp_path: Path) -> None:
     said = interrupted(["run", "hi", "--model", saved("llama"), "--store", tmp_path / "s"], "loading", tmp_path)
     assert said.rstrip().endswith("keepwarm: interrupted")

@@ -117,7 +117,7 @@ def test_reuse_ends_at_the_snapshot_before_a_damaged_one(
         assert (again.cached_tokens, again.logits_digest) == (stored.last, cold.logits_digest), "it is stored anew"
 
 
-@pytest.mark.parametrize("max_ram", ["0B", "1GiB"])
+@pytest.mark.parametrize("max_ram", ["0B", pytest.param("1GiB", marks=pytest.mark.slow)])
 def test_a_state_that_verifies_and_means_nothing_is_met_once(
     model: Any, cold: Generation, tmp_path: Path, max_ram: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

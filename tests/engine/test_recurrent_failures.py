@@ -63,7 +63,7 @@ def test_prompts_of_a_pass_that_fails_midway_are_exact(
         assert [each.logits_digest for each in found] == [each.logits_digest for each in cold]
 
 
-@pytest.mark.parametrize("first", ["model", "auto"])
+@pytest.mark.parametrize("first", [pytest.param("model", marks=pytest.mark.slow), "auto"])
 def test_states_in_a_form_of_other_code_are_left_where_they_are(
     first: str, model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_canonical_text_sorts_json_inside_text() -> None:
     assert canonical_text(text, schemas=True) == '{"enum":["b","a"],"required":["a","b"]}'
 
 
+@pytest.mark.slow
 def test_lint_loads_no_torch() -> None:
     import subprocess
     import sys

@@ -147,6 +147,7 @@ def test_a_deadline_governs_only_what_runs_under_it() -> None:
     go_on()
 
 
+@pytest.mark.slow
 def test_beside_others_a_tenant_rests_as_long_as_it_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepwarm.serving.workers._LONGEST_REST", 10 * LONG)
     beside = {"many": False}

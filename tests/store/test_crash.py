@@ -106,6 +106,7 @@ def test_a_kill_while_the_catalogue_is_made_again_costs_no_run(tmp_path: Path, d
         assert [stored(archive, seed) for seed in range(2)] == [True, True]
 
 
+@pytest.mark.slow
 def test_processes_share_one_cap(tmp_path: Path) -> None:
     run = make_run(MemoryKV(UNEVEN, LENGTH), blocks_of(prompt(LENGTH), STEP))
     cap = 5 * run.nbytes + (600 << 10)
