@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from tests.helpers.models import tiny
+from tests.helpers.lean_families import lean_family
+from tests.helpers.models import FAMILIES, tiny
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PLAIN = tuple(range(8))
@@ -161,7 +162,9 @@ def write(
     shards: int = 1,
 ) -> Folder:
     """Write a folder. `changed` may spoil its tensors; `config` and `quantization` add to its configuration."""
-    model = tiny(family, torch.float32, seed, **(SHAPE | {"vocab_size": len(tokenizer)} | dict(config or {})))
+    shape = SHAPE | {"vocab_size": len(tokenizer)} | dict(config or {})
+    known = family in FAMILIES
+    model = tiny(family, torch.float32, seed, **shape) if known else lean_family(family, torch.float32, **shape)
     tensors: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for name, parameter in model.state_dict().items():

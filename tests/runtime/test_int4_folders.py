@@ -164,7 +164,7 @@ def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(folder: Write, how
     assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "starcoder2"])
 def test_families_and_tied_heads(folder: Write, family: str) -> None:
     made = folder(METHODS["awq"], family=family, config={"tie_word_embeddings": True})
     model = load(made.path, EngineConfig.build(dtype="float32"))

@@ -91,6 +91,12 @@ def _put(
         else:
             raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks, or lacks its bias")
         return
+    if bias is not None:
+        if bias.shape != (own := module.bias.shape):
+            raise UnsupportedModel(
+                f"{path} has a bias of {name} of the shape {tuple(bias.shape)}; the model has {tuple(own)}"
+            )
+        module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     module.register_buffer("exact", weight)  # the file's own numbers, not rounded, for the kernels
 
