@@ -241,8 +241,11 @@ def test_what_does_not_map_goes_to_transformers(folder: Write) -> None:
     refused("desc_act", changed=reordered)
     refused("version is 'gemv'", METHODS["awq"], quantization={"version": "gemv"})
     refused("format is 'float-quantized'", METHODS["channel"], quantization={"format": "float-quantized"})
+    outputs = {"group_0": {"weights": {"num_bits": 4, "strategy": "channel"}, "output_activations": {"num_bits": 8}}}
+    refused("output_activations", METHODS["channel"], quantization={"config_groups": outputs})
     refused("multiples of 32", How("gptq", 16))
     refused("a tensor model.layers.0.more", changed=lambda t: t.update({"model.layers.0.more": torch.zeros(2)}))
+    refused("no place", changed=lambda t: t.update({"model.layers.0.weight": torch.zeros(2)}))
     with pytest.raises(UnsupportedModel, match=r"float16"):
         load(folder().path, EngineConfig.build(dtype="float16"))
 

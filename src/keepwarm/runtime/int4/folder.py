@@ -111,8 +111,8 @@ def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module]) ->
     owner: Any = modules.get(module)
     if owner is None or last not in ("weight", "bias"):
         raise NotMapped(f"a tensor {name}")
-    if last == "bias" and getattr(owner, "bias", None) is None:
-        if tensor.any():
+    if getattr(owner, last, None) is None:
+        if last == "weight" or tensor.any():
             raise NotMapped(f"a tensor {name}, for which the model has no place")
         return  # some tools write a bias of zeros for every module
     if last == "bias" or not isinstance(owner, nn.Linear | nn.Embedding):

@@ -82,6 +82,7 @@ def _compressed(settings: Settings) -> Format:
         _expect("type", each.get("type", "int"), ["int"])
         _expect("strategy", each.get("strategy"), ["group", "channel"])
         _expect("input_activations", group.get("input_activations"), [None])
+        _expect("output_activations", group.get("output_activations"), [None])
     _expect("kv_cache_scheme", settings.get("kv_cache_scheme"), [None])
     _expect("transform_config", settings.get("transform_config") or None, [None])
     _expect("sparsity_config", (settings.get("sparsity_config") or {}).get("format", "dense"), ["dense"])
