@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +153,41 @@ def test_equal_prompts_at_once_are_computed_once_through_transformers(tokenizer:
     for answer in answers:
         same(answer, alone)
     assert sorted(answer.cached_tokens for answer in answers)[:2] == [0, 384]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tokenizer: Any) -> Any:
+    return tiny("gpt2"), tokenizer
+
+
+def test_what_is_not_offered_early_is_not_waited_for(gpt2: Any) -> None:
+    """A prompt that comes after the first one's token is computed at once."""
+    with Engine.from_pretrained(gpt2, step=64, attention="model") as engine, Batcher(engine) as batcher:
+        batcher.submit(ids(400, 691), max_new_tokens=2).result(SECONDS)
+        assert not batcher._rounds._under_way.storing
+
+
+def test_blocks_offered_for_those_who_wait_are_not_seen_twice(gpt2: Any) -> None:
+    """What only one request has is not admitted by its second use."""
+    with Engine.from_pretrained(gpt2, step=64, attention="model", admit="second_use") as engine:
+        with Batcher(engine) as batcher, batcher._changed:
+            tickets = [batcher.submit([*ids(200, 692), *ids(200, n)], max_new_tokens=4) for n in (693, 694)]
+        engine.flush()
+        for ticket in tickets:
+            ticket.result(SECONDS)
+            assert ticket.compiled is not None
+            names = engine.pipeline.linked(ticket.compiled).blocks.exact
+            assert len(engine.pipeline.archive.lookup(names)) <= 3, "192 tokens that both have"
+
+
+def test_snapshots_are_counted_once(tokenizer: Any, tmp_path: Path) -> None:
+    model = hybrid("qwen3_5_text"), tokenizer
+    with Engine.from_pretrained(model, step=64, attention="model", store=tmp_path) as engine:
+        with Batcher(engine) as batcher, batcher._changed:
+            tickets = [batcher.submit(ids(400, 695), max_new_tokens=8) for _ in range(2)]
+        for ticket in tickets:
+            ticket.result(SECONDS)
+        engine.flush()
+        contents = engine.pipeline.archive.contents
+        stored = [entry for entry in contents.entries() if entry.kind == "snapshot"]
+        assert contents.counters()["snapshots_taken"] == len(stored) > 0

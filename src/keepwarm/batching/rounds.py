@@ -215,10 +215,9 @@ class Rounds:
         sequence, placed = job.room.sequence, job.opened.placed
         if placed is None:
             return
-        self._under_way.storing.append(job)
         if sequence is None:
-            if self.admission.is_awaited(job):
-                self._pipeline.loader.share(placed)
+            if self.admission.is_awaited(job) and self._pipeline.loader.share(placed):
+                self._under_way.storing.append(job)
             return
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
@@ -229,6 +228,7 @@ class Rounds:
         self._pipeline.chunks.keep(placed)
         placed.goes_on = named and sequence.is_plain and placed.linked.prompt.keep is None
         job.room.stack.close()
+        self._under_way.storing.append(job)
 
     def _decode(self) -> None:
         """Decode a token for every running request, or for as many as fit into the time that others may wait."""

@@ -115,7 +115,7 @@ class Pipeline:
             model.runner,
             self.costs,
             self.misses,
-            StoreRules(config.is_choosy, config.store_answers, self.lossy),
+            StoreRules(config.is_choosy, config.store_answers, self.lossy, twice=config.admit == "second_use"),
             relocator=lambda: chunks.relocator,
             is_current=model.is_current,
             snapshots=self._snapshots() if model.form.has_states else None,

@@ -46,6 +46,7 @@ class StoreRules:
     choosy: bool  # it may turn blocks down, which are then offered again
     answers: bool  # answers are stored
     lossy: bool  # its codec is lossy
+    twice: bool = False  # it takes blocks only when they are offered a second time
 
 
 class PrefixLoader:
@@ -291,21 +292,20 @@ class PrefixLoader:
             names=self._names(placed, placed.run_tokens) if placed.plan.exactness is Exactness.EXACT else None,
         )
 
-    def share(self, placed: Placed) -> None:
-        """Store a copy of a prompt's blocks now, since another request waits for them. Otherwise they are stored once
-        the answer is there."""
-        plan, linked = placed.plan, placed.linked
-        if placed.reuse is Reuse.OFF or plan.relocates or plan.exactness is not Exactness.EXACT:
-            return
+    def share(self, placed: Placed) -> bool:
+        """Offer a prompt's blocks to the store now, since another request waits for them. Otherwise that is done once
+        the answer is there. Return False if they cannot be had before."""
+        plan = placed.plan
+        if placed.reuse is Reuse.OFF or plan.relocates or plan.exactness is not Exactness.EXACT or self._rules.twice:
+            return False
         _, fresh = self._fresh(placed, plan, tail=False)
         if not fresh.blocks or not self._may_keep(placed):
-            return
-        copy = KVCopy.of(placed.arena, fresh.blocks[0].start, fresh.blocks[-1].end)
-        names = self._names(placed, placed.run_tokens)
-        space, epoch = linked.namespace, linked.epoch
-        self._archive.put(copy, fresh.blocks, space, fresh.ids, parent=fresh.parent, epoch=epoch, names=names)
+            return False
+        self._store(placed, fresh, asked=False)
         if self._snapshots is not None:
-            self._snapshots.keep(dict(placed.arena.states.taken), plan, linked, fresh, asked=False)
+            taken = dict(placed.arena.states.taken)
+            self._snapshots.keep(taken, plan, placed.linked, fresh, asked=False, counted=False)
+        return True
 
     def answered(self, placed: Placed, source: KVSource, length: int, on_copied: Callable[[], None]) -> None:
         """Store what follows the last whole block of a prompt that `goes_on`. `source` holds `length` positions of the

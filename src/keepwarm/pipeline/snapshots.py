@@ -68,9 +68,18 @@ class Snapshots:
         found = choose(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
         arena.states.wanted = frozenset(found)
 
-    def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
+    def keep(
+        self,
+        taken: Mapping[int, Snapshot],
+        plan: LinkPlan,
+        linked: Linked,
+        fresh: Fresh,
+        *,
+        asked: bool,
+        counted: bool = True,
+    ) -> None:
         """Store the snapshots taken in fresh blocks, and drop those that the prompt has too many of. `asked`: see
-        `Archive.put`."""
+        `Archive.put`. They are not `counted` if they will be offered again."""
         places = dict(_places(taken, plan, linked, fresh))
         if not places:
             return
@@ -90,7 +99,8 @@ class Snapshots:
                 asked=asked,
                 epoch=linked.epoch,
             )
-        self.archive.contents.count("snapshots_taken", len(places))
+        if counted:
+            self.archive.contents.count("snapshots_taken", len(places))
         if dropped := [stored[at].id for at in gone if at in stored]:
             self.archive.discard(dropped)
 
