@@ -127,14 +127,18 @@ def _shapes(layout: int, rows: int, columns: int, groups: int) -> dict[str, tupl
 
 
 def _check(parts: _Parts, shapes: Mapping[str, tuple[int, int]], shape: tuple[int, int]) -> None:
-    for name, found in parts.items():
-        dtypes = (*FLOATS, torch.float32) if name == "scales" else (torch.int32,)
-        if found is not None and (tuple(found.shape) != shapes[name] or found.dtype not in dtypes):
-            told = f"{name} of the shape {list(found.shape)} in {found.dtype}"
-            expected = f"{list(shapes[name])} in {' or '.join(map(str, dtypes))}"
-            raise ValueError(f"{told} for a weight of {shape[0]} by {shape[1]}; expected {expected}")
+    """Raise ValueError for another shape, and NotMapped for another type: some tools write that on purpose."""
     if any(size % _CODES for size in shape):
         raise NotMapped(f"a weight of {shape[0]} by {shape[1]}, which is no multiple of {_CODES}")
+    for name, found in parts.items():
+        dtypes = (*FLOATS, torch.float32) if name == "scales" else (torch.int32,)
+        if found is None:
+            continue
+        if found.dtype not in dtypes:
+            raise NotMapped(f"{name} in {found.dtype}; the kernels have {' and '.join(map(str, dtypes))}")
+        if tuple(found.shape) != shapes[name]:
+            told = f"{name} of the shape {list(found.shape)} for a weight of {shape[0]} by {shape[1]}"
+            raise ValueError(f"{told}; expected {list(shapes[name])}")
 
 
 def _has_code(words: torch.Tensor, code: int) -> bool:
