@@ -49,12 +49,14 @@ def test_entries_and_the_tree_tell_states_from_kv(http: httpx.Client) -> None:
     def both() -> list[dict[str, Any]]:
         return [http.get(f"/v1/cache/{name}").json() for name in ("entries", "tree")]
 
-    def steady() -> bool:  # the catalogue has grown for what was stored
-        listed, tree = both()
-        return bool(listed["bytes"] == tree["bytes"])
+    seen: list[list[dict[str, Any]]] = []
+
+    def steady() -> bool:  # the catalogue grows after what it lists
+        seen.append(both())
+        return bool(seen[-1][0]["bytes"] == seen[-1][1]["bytes"])
 
     eventually(steady)
-    listed, tree = both()
+    listed, tree = seen[-1]
     states = [one for one in listed["entries"] if one["kind"] == "snapshot"]
     assert (listed["snapshots"], listed["snapshot_bytes"]) == (len(states), sum(one["bytes"] for one in states))
     assert (tree["bytes"], tree["snapshots"], tree["snapshot_bytes"]) == (

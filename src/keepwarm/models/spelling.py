@@ -84,8 +84,11 @@ class Form:
     around: Around | None = None
 
     def arguments(self, sent: str, value: Any) -> str:
-        """Return the arguments as they were sampled, from the client's text and the value in it."""
-        return sent if (text := _text(self.style, value)) is None else text
+        """Return the arguments as they were sampled, from the client's text and the value in it. If they were in a
+        style of their own and the client wrote them anew, they are written as templates do."""
+        if (text := _text(self.style, value)) is not None:
+            return text
+        return plain_text(value) if any(_text(style, value) == sent for style in range(len(_STYLES))) else sent
 
 
 _AROUNDS = [
