@@ -31,7 +31,12 @@ Numbers kind;
 int deep;  // elements of an inner dimension that are packed together
 int (*forward)(const Model*, Step*);
 int64_t (*panel_bytes)(int, int64_t);
-void (*pack)(int, const uint8_t*, int64_t, int64_t, uint8_t*, int);
+struct FileWeight {  // `Source` of blocks.h
+    const uint8_t *raw, *scales, *zeros;
+    int64_t rows, columns, group;
+    int32_t kind, layout, scale_kind, unused;
+};
+void (*pack)(const FileWeight*, uint8_t*, int);
 int64_t (*scratch_of)(const Model*, const Step*);
 std::mt19937 drawn(1);
 
@@ -108,7 +113,8 @@ struct Weight {
         }
         const int64_t bytes = panel_bytes(kind, in);
         uint8_t* memory = room<uint8_t>(bytes * panels);
-        pack(kind, file.data(), out, in, memory, 1);
+        const FileWeight weight{file.data(), nullptr, nullptr, out, in, 0, kind, 0, 0, 0};
+        pack(&weight, memory, 1);
         QuantPanel* table = room<QuantPanel>(panels + 4);
         for (int i = 0; i < panels; i++) table[i] = {memory + bytes * i, kind};
         packed = table;
