@@ -103,22 +103,23 @@ def llamacpp(work: Path) -> Path:
     return python
 
 
-def mlx(work: Path) -> Path:
-    """Python with mlx-lm, over MLX's build for the CPU."""
-    python, done = _fresh(work / "mlx", " ".join(MLX))
+def _installed(folder: Path, *packages: str) -> Path:
+    """Python of an environment that has these packages, and what they ask for."""
+    python, done = _fresh(folder, " ".join(packages))
     if not done.exists():
-        pip(python, "install", *MLX)
+        pip(python, "install", *packages)
         done.touch()
     return python
 
 
+def mlx(work: Path) -> Path:
+    """Python with mlx-lm, over MLX's build for the CPU."""
+    return _installed(work / "mlx", *MLX)
+
+
 def router(work: Path) -> Path:
     """vLLM's own router, a program without vLLM."""
-    python, done = _fresh(work / "router", ROUTER)
-    if not done.exists():
-        pip(python, "install", ROUTER)
-        done.touch()
-    return python.parent / "vllm-router"
+    return _installed(work / "router", ROUTER).parent / "vllm-router"
 
 
 def llama_server(work: Path) -> Path:
@@ -163,11 +164,7 @@ def kvboost(work: Path) -> Path:
 
 def aiperf(work: Path) -> Path:
     """NVIDIA's benchmark of servers, a program."""
-    python, done = _fresh(work / "aiperf", AIPERF)
-    if not done.exists():
-        pip(python, "install", AIPERF)
-        done.touch()
-    return python.parent / "aiperf"
+    return _installed(work / "aiperf", AIPERF).parent / "aiperf"
 
 
 def variables(python: Path) -> dict[str, str]:

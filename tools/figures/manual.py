@@ -178,8 +178,8 @@ def clients() -> str:
             cells.append(f"{part['ttft_ms'] / 1000:.2f} s")
         name = f"{CLIENTS.get(each['client'], each['client'])} {each['version']}"
         rows.append((name, *cells, BROKE.get(each["client"], "nothing")))
-    head = ("client", "prompt", "cold, first token", "second start reused", "first token", "next turn reused")
-    return table((*head, "first token", "what broke the prefix"), rows)
+    head = ("client", "tokens of the first prompt", "its first token", "second start: reused", "its first token")
+    return table((*head, "turn after it: reused", "its first token", "what broke the prefix"), rows)
 
 
 # ---- fleets ----

@@ -209,15 +209,12 @@ class Rounds:
         with self._guarding(job):
             if not self._grow(job, job.answer.take(logits)):
                 self._move_to_pages(job)
+                self._share(job)
 
     def _move_to_pages(self, job: Running) -> None:
         """Copy a computed prompt's KV into its pages, if it has any, and free its arena for the next prompt."""
         sequence, placed = job.room.sequence, job.opened.placed
-        if placed is None:
-            return
-        if sequence is None:
-            if self.admission.is_awaited(job) and self._pipeline.loader.share(placed):
-                self._under_way.storing.append(job)
+        if sequence is None or placed is None:
             return
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
@@ -229,6 +226,14 @@ class Rounds:
         placed.goes_on = named and sequence.is_plain and placed.linked.prompt.keep is None
         job.room.stack.close()
         self._under_way.storing.append(job)
+
+    def _share(self, job: Running) -> None:
+        """Let a waiting request have the blocks of a prompt that has no pages. In pages they are shared already."""
+        placed = job.opened.placed
+        if job.room.sequence is not None or placed is None or not self.admission.is_awaited(job):
+            return
+        if self._pipeline.loader.share(placed):
+            self._under_way.storing.append(job)
 
     def _decode(self) -> None:
         """Decode a token for every running request, or for as many as fit into the time that others may wait."""
