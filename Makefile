@@ -28,7 +28,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
-	@echo "make bench-all  every figure of README.md and the manual, in about three hours; goes on where it stopped"
+	@echo "make bench-all  every figure of README.md and the manual, in under three hours; goes on where it stopped"
 	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"

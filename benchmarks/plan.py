@@ -69,9 +69,9 @@ STEPS = (
     ),
     Step(
         "tools-qwen",
-        (f"{_CLI} bench tools --model {_QWEN} --counts 5,10,20,50 --rounds 5 --output {{out}}",),
+        (f"{_CLI} bench tools --model {_QWEN} --counts 5,10,20,50 --rounds 3 --output {{out}}",),
         ("tools-qwen2.5-0.5b.jsonl",),
-        8,
+        6,
         ("model qwen2.5-0.5b",),
         "--counts 1,2 --rounds 1",
     ),
@@ -130,11 +130,11 @@ STEPS = (
         (
             f"{_QUALITY} --questions 28",
             f"{_QUALITY} --questions 25 --model {_QWEN}",
-            f"{_SPEED} --rounds 15",
-            f"{_SPEED} --rounds 9 --model {_QWEN}",
+            f"{_SPEED} --rounds 9",
+            f"{_SPEED} --rounds 5 --model {_QWEN}",
         ),
         ("chunks.jsonl",),
-        16,
+        12,
         ("model qwen2.5-0.5b",),
     ),
     Step(
@@ -231,9 +231,9 @@ STEPS = (
     ),
     Step(
         "vllm",
-        ("{python} benchmarks/vllm.py --prompts 40 --work {work} --out {out}/vllm.jsonl",),
+        ("{python} benchmarks/vllm.py --prompts 30 --work {work} --out {out}/vllm.jsonl",),
         ("vllm.jsonl",),
-        8,
+        7,
         ("peer vllm", "redis-server"),
         "--prompts 2 --cold 1 --kinds disk",
     ),

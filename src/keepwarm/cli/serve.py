@@ -125,6 +125,8 @@ async def _run(server: Any) -> None:
         for one in listening.sockets:
             host, port = one.getsockname()[:2]
             output.note(f"keepwarm serves http://{f'[{host}]' if ':' in host else host}:{port}")
+    if server.started and not server.service.ready:
+        output.note("The model is being loaded. Requests get 503 until that is done.")
     await task
 
 
