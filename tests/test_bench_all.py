@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import all as bench
+from benchmarks.peers import environments
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
 WRITES = """
@@ -148,6 +149,10 @@ def test_the_plan_ends_in_under_three_hours_and_makes_each_file_once() -> None:
     files = [name for step in STEPS for name in step.files]
     assert len(files) == len(set(files))
     assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_each_environment_of_the_plan_can_be_made() -> None:
+    assert set(PEERS) <= set(environments.MAKERS)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)

@@ -6,10 +6,13 @@
     python benchmarks/peers/environments.py mlx FOLDER PACKAGE ...
     python benchmarks/peers/environments.py llama-server FOLDER
     python benchmarks/peers/environments.py router FOLDER
+    python benchmarks/peers/environments.py kvboost FOLDER
+    python benchmarks/peers/environments.py aiperf FOLDER
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
 wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`); installs MLX's build for the
-CPU and mlx-lm there (`make test-mlx`); compiles llama.cpp's server; or installs vLLM's router (`make test-router`).
+CPU and mlx-lm there (`make test-mlx`); compiles llama.cpp's server; or installs vLLM's router (`make test-router`),
+KVBoost, or aiperf.
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -226,10 +229,19 @@ def _run(*command: str | Path, **environment: str) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)
 
 
+MAKERS = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "llamacpp": llamacpp,
+    "llama-server": llama_server,
+    "mlx": mlx,
+    "router": router,
+    "kvboost": kvboost,
+    "aiperf": aiperf,
+}
+
 if __name__ == "__main__":
-    makers = {"vllm": vllm, "sglang": sglang, "llamacpp": llamacpp, "mlx": mlx, "llama-server": llama_server}
-    makers["router"] = router
-    made = makers[sys.argv[1]](Path(sys.argv[2]))
+    made = MAKERS[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
         pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)
     print(made)
