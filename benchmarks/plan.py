@@ -28,17 +28,14 @@ class Step:
 
 
 _CLI = "{python} -m keepwarm.cli"
-_REPAIRS = (
-    "none seam:16 leading:32 deviation:0.15 attention:0.15"
-    " impact:0.05 impact:0.1 impact:0.13 impact:0.15 impact:0.2 impact:0.3"
-)
+_REPAIRS = "none seam:16 leading:32 deviation:0.15 attention:0.15 impact:0.05 impact:0.1 impact:0.13 impact:0.2"
 _QUALITY = f"{{python}} benchmarks/chunks.py quality --dtype bfloat16 --output {{out}}/chunks.jsonl --repair {_REPAIRS}"
 _SPEED = (
     "{python} benchmarks/chunks.py speed --dtype bfloat16 --tokens 4000 --output {out}/chunks.jsonl"
-    " --repair none impact:0.1 impact:0.13 impact:0.15"
+    " --repair none impact:0.1 impact:0.13"
 )
 _QWEN = "{models}/qwen2.5-0.5b"
-_FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --out {out}/families.jsonl"
+_FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --rounds 5 --out {out}/families.jsonl"
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", "agentic_code")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
@@ -48,30 +45,30 @@ _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
 STEPS = (
     Step(
         "ttft",
-        ("{python} benchmarks/ttft.py --prefix 512 1024 2048 3000 6000 --step 2048 --rounds 7 --output {out}",),
+        ("{python} benchmarks/ttft.py --prefix 512 1024 2048 3000 --step 2048 --rounds 5 --output {out}",),
         ("ttft.jsonl",),
-        6,
+        4,
         quick="--prefix 64 --rounds 1",
     ),
     Step(
         "batch",
-        ("{python} benchmarks/batch.py --rounds 5 --output {out}",),
+        ("{python} benchmarks/batch.py --rounds 3 --output {out}",),
         ("batch.jsonl",),
-        4,
+        3,
         quick="--requests 1 2 --prefix 64 --rounds 1 --new 4",
     ),
     Step(
         "tools",
-        (f"{_CLI} bench tools --counts 5,10,20,50 --output {{out}}",),
+        (f"{_CLI} bench tools --counts 5,10,20,50 --rounds 5 --output {{out}}",),
         ("tools.jsonl",),
-        4,
+        3,
         quick="--counts 1,2 --rounds 1",
     ),
     Step(
         "tools-qwen",
-        (f"{_CLI} bench tools --model {_QWEN} --counts 5,10,20,50 --rounds 3 --output {{out}}",),
+        (f"{_CLI} bench tools --model {_QWEN} --counts 5,10,20 --rounds 3 --output {{out}}",),
         ("tools-qwen2.5-0.5b.jsonl",),
-        6,
+        3,
         ("model qwen2.5-0.5b",),
         "--counts 1,2 --rounds 1",
     ),
@@ -83,9 +80,9 @@ STEPS = (
     ),
     Step(
         "floor",
-        ("{python} benchmarks/floor.py --prefix 512 2048 --rounds 7 --output {out}",),
+        ("{python} benchmarks/floor.py --prefix 512 2048 --rounds 5 --output {out}",),
         ("floor.jsonl",),
-        4,
+        3,
         quick="--prefix 64 --rounds 1",
     ),
     Step(
@@ -111,16 +108,16 @@ STEPS = (
     ),
     Step(
         "adapters",
-        ("{python} benchmarks/adapters.py {demo} --out {out}/adapters.jsonl",),
+        ("{python} benchmarks/adapters.py {demo} --rounds 5 --out {out}/adapters.jsonl",),
         ("adapters.jsonl",),
-        4,
+        3,
         quick="--prefix 64 --rounds 1",
     ),
     Step(
         "families",
         (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2", "qwen3.5"))),
         ("families.jsonl",),
-        10,
+        7,
         ("model gemma3-270m",),
         "--prefix 64 --rounds 1",
     ),
@@ -130,11 +127,11 @@ STEPS = (
         (
             f"{_QUALITY} --questions 28",
             f"{_QUALITY} --questions 25 --model {_QWEN}",
-            f"{_SPEED} --rounds 9",
+            f"{_SPEED} --rounds 7",
             f"{_SPEED} --rounds 5 --model {_QWEN}",
         ),
         ("chunks.jsonl",),
-        12,
+        9,
         ("model qwen2.5-0.5b",),
     ),
     Step(
@@ -184,11 +181,11 @@ STEPS = (
     Step(
         "at-once",
         (
-            "{python} benchmarks/peers/at_once.py --dtype bfloat16 --rounds 3 --work {work} --output {out}"
+            "{python} benchmarks/peers/at_once.py --dtype bfloat16 --requests 1 4 16 --rounds 3 --work {work} --output {out}"
             " --peers transformers vllm",
         ),
         ("peers-at-once.jsonl",),
-        10,
+        6,
         ("peer vllm",),
         "--peers --requests 1 2 --rounds 1 --prefix 64 --new-tokens 4",
         holds=('"peer": "vllm"', '"peer": "transformers"'),
@@ -201,15 +198,6 @@ STEPS = (
         ("peer vllm", "peer llama-server"),
         "--servers keepwarm --clients 2 --rounds 2 --new 4",
         holds=('"server": "vllm"', '"server": "llama.cpp"'),
-    ),
-    Step(
-        "prove",
-        ("{python} benchmarks/peers/prove.py --work {work} --output {out}/prove.jsonl",),
-        ("prove.jsonl",),
-        4,
-        ("peer vllm", "peer llama-server"),
-        "--servers keepwarm --new 4",
-        holds=('"server": "vllm-eager"', '"server": "llama.cpp"'),
     ),
     Step(
         "field",
@@ -231,9 +219,9 @@ STEPS = (
     ),
     Step(
         "vllm",
-        ("{python} benchmarks/vllm.py --prompts 30 --work {work} --out {out}/vllm.jsonl",),
+        ("{python} benchmarks/vllm.py --prompts 20 --work {work} --out {out}/vllm.jsonl",),
         ("vllm.jsonl",),
-        7,
+        5,
         ("peer vllm", "redis-server"),
         "--prompts 2 --cold 1 --kinds disk",
     ),
@@ -244,6 +232,22 @@ STEPS = (
         6,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
         "--tokens 64 --rounds 1",
+    ),
+    Step(
+        "gguf",
+        ("{python} benchmarks/gguf_files.py {models}/qwen2.5-0.5b.gguf --peer {llamacpp} --no-logits --output {out}",),
+        ("gguf.jsonl",),
+        4,
+        ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
+    ),
+    Step(
+        "prove",
+        ("{python} benchmarks/peers/prove.py --work {work} --output {out}/prove.jsonl",),
+        ("prove.jsonl",),
+        4,
+        ("peer vllm", "peer llama-server"),
+        "--servers keepwarm --new 4",
+        holds=('"server": "vllm-eager"', '"server": "llama.cpp"'),
     ),
     Step(
         "llama-server",
@@ -258,18 +262,11 @@ STEPS = (
     ),
     Step(
         "mlx-lm",
-        ("{mlx} benchmarks/mlxlm.py {demo} --tokens 1000 --rounds 1 --out {out}/mlxlm.jsonl",),
+        ("{mlx} benchmarks/mlxlm.py {demo} --tokens 500 --rounds 1 --out {out}/mlxlm.jsonl",),
         ("mlxlm.jsonl",),
-        5,
+        3,
         ("peer mlx",),
         "--tokens 64",
-    ),
-    Step(
-        "gguf",
-        ("{python} benchmarks/gguf_files.py {models}/qwen2.5-0.5b.gguf --peer {llamacpp} --no-logits --output {out}",),
-        ("gguf.jsonl",),
-        4,
-        ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
     ),
     Step(
         "clients",
