@@ -24,6 +24,7 @@ from typing import Any
 
 import peft
 import torch
+from ratios import paired, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keepwarm import Batcher, Engine
@@ -109,7 +110,6 @@ def measured(model: Path, dtype: str, rank: int, length: int, rounds: int, folde
                 for side, names in MIXTURES.items():
                     times["batch", side].append(a_batch(batcher, prefix, number, names))
     for (what, side), found in times.items():
-        ratios = [one / base for one, base in zip(found, times[what, "without"], strict=False)]
         yield {
             "model": model.name,
             "dtype": dtype,
@@ -118,8 +118,7 @@ def measured(model: Path, dtype: str, rank: int, length: int, rounds: int, folde
             "what": what,
             "side": side,
             "ms": round(statistics.median(found) * 1e3, 2),
-            "times": round(statistics.median(ratios), 3),
-            "quartiles": [round(each, 3) for each in statistics.quantiles(ratios)[::2]],
+            **spread(paired(found, times[what, "without"]), max),
         }
 
 

@@ -5,9 +5,9 @@
 
 The steps of `plan.py` run one after another. Each writes into a folder of its own under `build/bench`. If it ends with
 0, its files go to the folder of results, each behind a first line {"run": ...}: commit, machine, versions, when, how
-long, and the commands. A step is skipped if its files were made from this commit, or from one that differs in nothing
-but documents and results; so a run that was broken off goes on where it stopped. A step that fails stops no other one.
-The last lines, and the exit status, tell what is missing.
+long, and the commands. A step is skipped if its files were made on this machine, with these versions, from this commit,
+or from one that differs in nothing but documents and results; so a run that was broken off goes on where it stopped.
+A step that fails stops no other one. The last lines, and the exit status, tell what is missing.
 
 `--models` has folders and GGUF files by the names in `plan.py`, `--traces` the request traces; both lie in `--work`
 (.peers), if nothing else is said. `make figures` then puts the figures into the pages.
@@ -22,7 +22,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.execution import alone, execute, stoppable
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
 from keepwarm.config import cache_dir
@@ -42,6 +42,7 @@ from keepwarm.runtime.processor import cpu_name
 VERSIONS = ("torch", "transformers", "keepwarm")
 NOT_CODE = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md")  # what may differ between two commits
 PATIENCE = 4  # a step is ended when it takes so many times what it is expected to, and ten minutes
+INSTALLING = 3600  # seconds until making an environment counts as failed
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,20 @@ def stamp(here: Here, step: Step, seconds: float) -> dict[str, Any]:
             "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
             "seconds": round(seconds),
             "command": " && ".join(step.commands),
+            **({"peers": made} if (made := peers_of(step, here)) else {}),
+            **({"quick": True} if here.quick else {}),
         }
     }
+
+
+def peers_of(step: Step, here: Here) -> dict[str, str]:
+    """What the environments of a step's peers were made of, as they tell it themselves (peers/environments.py)."""
+    found = {}
+    for need in step.needs:
+        kind, _, name = need.partition(" ")
+        for done in sorted((here.work / name).glob("complete-*")) if kind == "peer" else ():
+            found[name] = done.name.removeprefix("complete-")
+    return found
 
 
 def stamp_of(file: Path) -> dict[str, Any] | None:
@@ -123,16 +136,25 @@ def stamp_of(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     with file.open(encoding="utf-8") as lines:
-        first = json.loads(next(lines, "{}"))
+        try:
+            first = json.loads(next(lines, "{}"))
+        except ValueError:
+            return None
     run = first.get("run") if isinstance(first, dict) else None
     return run if isinstance(run, dict) and "commit" in run else None
 
 
 def done(here: Here, step: Step) -> bool:
-    """Whether all files of a step were made by this very code."""
+    """Whether all files of a step were made by this very code, on this machine, with these versions."""
     stamps = [stamp_of(here.results / name) for name in step.files]
     return not here.dirty and all(
-        each is not None and not each["dirty"] and same_code(here.root, each["commit"], here.commit) for each in stamps
+        each is not None
+        and not each["dirty"]
+        and not each.get("quick")
+        and each["machine"] == machine()
+        and each["versions"] == versions()
+        and same_code(here.root, each["commit"], here.commit)
+        for each in stamps
     )
 
 
@@ -168,8 +190,19 @@ def environment(peer: str, here: Here) -> str:
     packages, _ = PEERS[peer]
     command = [sys.executable, "benchmarks/peers/environments.py", peer, str(here.work), *packages.split()]
     with (here.scratch / f"environment-{peer}.log").open("w") as log:
-        found = subprocess.run(command, cwd=here.root, env=environ(here), stdout=subprocess.PIPE, stderr=log, text=True)
-    if found.returncode:
+        try:
+            found = subprocess.run(
+                command,
+                cwd=here.root,
+                env=environ(here),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=INSTALLING,
+            )
+        except subprocess.TimeoutExpired:
+            raise Missing(f"{peer} was not installed after {INSTALLING // 60} minutes: see {log.name}") from None
+    if found.returncode or not found.stdout.split():
         raise Missing(f"{peer} cannot be installed: see {log.name}")
     return found.stdout.split()[-1]
 
@@ -201,32 +234,20 @@ def run_step(step: Step, here: Here) -> float:
     commands = [arguments(each, names) for each in (step.commands[-1:] if here.quick else step.commands)]
     if here.quick:
         commands[-1] += arguments(step.quick, names)
-    log, limit = here.scratch / f"{step.name}.log", 600 + 60 * PATIENCE * step.minutes
-    began = time.monotonic()
+    log, began = here.scratch / f"{step.name}.log", time.monotonic()
+    until = began + 600 + 60 * PATIENCE * step.minutes
     with log.open("w") as told:
         for command in commands:
             print(shlex.join(command), file=told, flush=True)
-            if ended := execute(command, here, told, limit):
+            if ended := execute(command, here.root, environ(here), told, until - time.monotonic()):
                 raise RuntimeError(f"{ended}: see {log}")
     seconds = time.monotonic() - began
+    if not here.dirty and (
+        changed(here.root) or not same_code(here.root, here.commit, git(here.root, "rev-parse", "HEAD"))
+    ):
+        raise RuntimeError("the code was changed while it ran")
     keep(step, here, seconds)
     return seconds
-
-
-def execute(command: Sequence[str], here: Here, log: Any, limit: float) -> str:
-    """Run a command, with all processes that it starts. Returns how it ended, or "" if all is well."""
-    process = subprocess.Popen(
-        command, cwd=here.root, env=environ(here), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return f"ended after {limit / 60:.0f} minutes"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return f"ended with {code}" if code else ""
 
 
 def keep(step: Step, here: Here, seconds: float) -> None:
@@ -265,8 +286,8 @@ def run(steps: Sequence[Step], here: Here, say: Callable[[str], None] = print) -
         say(f"{place}: about {step.minutes:g} min, then {left:g} min more")
         try:
             seconds = run_step(step, here)
-        except (Missing, RuntimeError, OSError) as error:
-            missing[step.name] = str(error)
+        except Exception as error:  # whatever it is, the other steps are run
+            missing[step.name] = str(error) or repr(error)
             say(f"{place}: MISSING, {error}")
         else:
             say(f"{place}: done in {seconds:,.0f} s")
@@ -328,7 +349,8 @@ def main(given: Sequence[str] | None = None, root: Path = ROOT) -> int:
     if dirty and not (options.dirty or options.quick):
         print("\n".join(dirty[:10]), "\ncommit this first, or say --dirty", sep="", file=sys.stderr)
         return 2
-    missing = run(steps, here, lambda text: print(text, flush=True))
+    with alone(root / "build" / "bench"), stoppable():
+        missing = run(steps, here, lambda text: print(text, flush=True))
     for name, why in missing.items():
         print(f"missing: {name}: {why}")
     print(f"{len(steps) - len(missing)} of {len(steps)} steps are in {here.results}")

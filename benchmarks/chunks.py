@@ -31,6 +31,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from ratios import paired, spread
 
 from keepwarm import Engine
 from keepwarm.pipeline.shadow import kl_divergence
@@ -165,7 +166,6 @@ def speed(options: argparse.Namespace) -> None:
             result = found[-1]
             rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
             ordinary = step_ms(engine, result.prompt_tokens, rows, options.rounds)
-            ratios = sorted(cold / result.ttft_ms for cold, result in zip(full, found, strict=True))
             say(
                 {
                     "what": "speed",
@@ -173,8 +173,7 @@ def speed(options: argparse.Namespace) -> None:
                     "dtype": options.dtype,
                     "repair": repair,
                     "ttft_ms": round(statistics.median(result.ttft_ms for result in found)),
-                    "times_lower": round(statistics.median(ratios), 2),
-                    "times_lower_quartiles": [round(ratios[len(ratios) * at // 4], 2) for at in (1, 3)],
+                    **spread(paired(full, [result.ttft_ms for result in found])),
                     "reused": round(result.blended_tokens / result.prompt_tokens, 3),
                     "load_ms": round(median["load"], 1),
                     "select_ms": round(median["select"]),

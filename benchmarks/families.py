@@ -27,6 +27,7 @@ from typing import Any
 
 import hybrids
 import torch
+from ratios import spread
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from keepwarm import Engine
@@ -142,7 +143,6 @@ def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Fig
                 times[what].append(pair)
         attention = engine.pipeline.model.attention.split(":")[0]
     for what, pairs in times.items():
-        ratios = sorted(b / a for a, b in pairs)
         yield {
             "model": folder.name,
             "dtype": dtype,
@@ -151,8 +151,7 @@ def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Fig
             "tokens": prefix + SUFFIX,
             "keepwarm_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
             "transformers_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
-            "times": round(statistics.median(ratios), 2),
-            "quartiles": [round(each, 2) for each in statistics.quantiles(ratios)[::2]],
+            **spread([b / a for a, b in pairs]),
         }
 
 

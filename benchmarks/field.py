@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "peers"))
@@ -142,8 +143,7 @@ def prefix_repetition(url: str, model: str, work: Path, folder: Path) -> dict[st
 
 
 def multi_turn(url: str, model: str, work: Path, folder: Path) -> dict[str, Any]:
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    (folder / "text.txt").write_text("\n".join(page.read_text() for page in pages))
+    (folder / "text.txt").write_text("\n".join(topics[name] for name in sorted(topics)))  # Python's own reference
     (folder / "turns.json").write_text(json.dumps(_TURNS))
     options = {
         "--model": demo_model(),
@@ -297,7 +297,7 @@ def visit(server: str, tool: str, options: argparse.Namespace) -> dict[str, Any]
     return {"tool": tool, "server": server, **start.about, "when": time.strftime("%Y-%m-%d"), **found}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", nargs="*", choices=servers.SERVERS, default=["keepwarm", "vllm"])
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
@@ -308,17 +308,20 @@ def main() -> None:
     options.dtype, options.clients, options.gguf = "bfloat16", 8, "float16"
     options.work = options.work.expanduser().resolve()
     options.work.mkdir(parents=True, exist_ok=True)
+    failed = 0
     for tool in options.tools:
         for server in options.servers:
             try:
                 found = visit(server, tool, options)
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 print(f"{tool} with {server} left out: {error}", file=sys.stderr)
+                failed += 1
                 continue
             print(json.dumps(found))
             with options.output.open("a") as out:
                 print(json.dumps(found), file=out)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)  # a comparison that lacks a server is told as a failure

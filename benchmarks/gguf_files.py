@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ratios import spread
+
 PREFIX, QUESTION, COLD, COMPARED = 1000, 24, 1024, 32
 PAUSE = 0.05  # seconds in which the other side's threads stop to spin
 ROUNDS = {"decode": 25, "hit": 15, "cold": 3}
@@ -158,8 +160,8 @@ def timed(sides: list[Side]) -> dict[str, Any]:
     for name, rows in found.items():
         made[name] = {"ours": statistics.median(row[0] for row in rows)}
         if len(sides) > 1:
-            ratios = statistics.quantiles([row[1] / row[0] for row in rows], n=4)
-            made[name] |= {"theirs": statistics.median(row[1] for row in rows), "ratio": ratios[1], "quartiles": ratios}
+            made[name] |= {"theirs": statistics.median(row[1] for row in rows)}
+            made[name] |= spread([row[1] / row[0] for row in rows])
     return made
 
 

@@ -181,8 +181,8 @@ STEPS = (
     Step(
         "at-once",
         (
-            "{python} benchmarks/peers/at_once.py --dtype bfloat16 --requests 1 4 16 --rounds 3 --work {work} --output {out}"
-            " --peers transformers vllm",
+            "{python} benchmarks/peers/at_once.py --dtype bfloat16 --requests 1 4 16 --rounds 3 --work {work}"
+            " --output {out} --peers transformers vllm",
         ),
         ("peers-at-once.jsonl",),
         6,

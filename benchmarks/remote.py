@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ratios import paired, spread
 from ttft import QUESTIONS, messages, system_prompt
 
 from keepwarm import Engine
@@ -129,7 +130,6 @@ def measure(model: tuple[Any, Any], prefix: int, rounds: int, work: Path) -> Ite
                     firsts.append(first.ttft_ms)
             times[f"{name}_first"] = firsts
         engines["disk"].close()
-    cold_ms = statistics.median(times["cold"])
     for case, found in times.items():
         middle = statistics.median(found)
         line = {
@@ -140,8 +140,9 @@ def measure(model: tuple[Any, Any], prefix: int, rounds: int, work: Path) -> Ite
             "ttft_ms": round(middle, 1),
             "least_ms": round(min(found), 1),
             "most_ms": round(max(found), 1),
-            "times_faster_than_cold": round(cold_ms / middle, 1),
         }
+        if case != "cold":
+            line["sooner_than_cold"] = spread(paired(times["cold"], found))
         if case in parts:
             link, took = (statistics.median(each) for each in zip(*parts[case], strict=True))
             line |= {"link_ms": round(link, 1), "load_ms": round(took, 1), "load_gb_per_s": round(size / took / 1e6, 2)}

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import environments
 import numpy as np
 from child import Child
+from ratios import paired, spread
 from remote import services
 
 from keepwarm.runtime.demo_model import demo_model
@@ -110,7 +111,6 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
                     same[kind] += answer["tokens"] == hit["tokens"]
                 if number % max(1, options.prompts // options.cold) == 0:
                     times["recomputed"].append(own.awake("cold", prompt=prompt)["ttft"])
-        own_ms, cold_ms = (statistics.median(times[kind]) for kind in ("own hit", "recomputed"))
         lines = []
         for kind, found in times.items():
             middle = statistics.median(found)
@@ -122,12 +122,14 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
                 "ttft_ms": round(middle, 1),
                 "least_ms": round(min(found), 1),
                 "most_ms": round(max(found), 1),
-                "times_faster_than_recomputing": round(cold_ms / middle, 1),
-                "of_own_hit": round(middle / own_ms, 2),
             }
+            if kind != "recomputed":
+                beside = found[
+                    :: max(1, options.prompts // options.cold)
+                ]  # the rounds with a prompt that is recomputed
+                line["sooner_than_recomputing"] = spread(paired(times["recomputed"], beside))
+                line["of_own_hit"] = spread(paired(found, times["own hit"]), max)
             if kind in same:
-                pairs = zip(found, times["own hit"], strict=True)
-                line["of_own_hit_paired"] = round(statistics.median(a / b for a, b in pairs), 2)
                 line |= {"same_tokens": same[kind], "greedy_tokens": options.new_tokens}
             lines.append(line | {"dtype": options.dtype, "vllm": own.about["vllm"], "mode": own.about["mode"]})
         return lines

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks import all as bench
+from benchmarks.execution import alone, execute, stoppable
 from benchmarks.peers import environments
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
@@ -119,7 +124,63 @@ def test_a_step_may_run_several_commands_over_many_files_and_keep_its_file_under
 
 def test_a_step_that_never_ends_is_ended(here: bench.Here) -> None:
     with (here.work / "log").open("w") as log:
-        assert bench.execute(["sleep", "60"], here, log, 0.1).startswith("ended after")
+        assert execute(["sleep", "60"], here.root, os.environ, log, 0.1).startswith("ended after")
+
+
+LEAVES = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes")
+def test_what_a_step_leaves_running_in_another_session_is_ended(here: bench.Here) -> None:
+    with (here.work / "log").open("w+") as log:
+        assert execute([sys.executable, "-c", LEAVES], here.root, os.environ, log, 30) == ""
+        log.seek(0)
+        left = Path("/proc") / log.read().split()[-1] / "stat"
+    until = time.monotonic() + 10
+    while left.exists() and left.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left.exists() or left.read_text().split()[2] == "Z"
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(SystemExit, match="another run is under way"), alone(tmp_path):
+        pass
+    with alone(tmp_path):
+        pass
+
+
+def test_a_signal_ends_a_run_so_that_its_step_is_ended_too() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stoppable(), pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_while_which_the_code_was_changed_is_not_kept(here: bench.Here) -> None:
+    step = replace(GOOD, commands=(*GOOD.commands, """{python} -c 'open("writes.py", "a").write("#")'"""))
+    assert "was changed while it ran" in bench.run([step], here)["good"]
+
+
+@pytest.mark.parametrize("what", ["machine", "versions"])
+def test_results_of_another_machine_or_of_other_versions_are_made_again(here: bench.Here, what: str) -> None:
+    bench.run([GOOD], here)
+    file = here.results / "good.jsonl"
+    first, rest = file.read_text().split("\n", 1)
+    told = json.loads(first)
+    told["run"][what] = {"another": "one"}
+    file.write_text(json.dumps(told) + "\n" + rest)
+    assert not bench.done(here, GOOD)
+    file.write_text("{no JSON")
+    assert not bench.done(here, GOOD)
+
+
+def test_a_step_that_breaks_in_any_way_stops_no_other_one(here: bench.Here) -> None:
+    broken = replace(GOOD, name="broken", commands=("{nobody}",))
+    assert set(bench.run([broken, GOOD], here)) == {"broken"}
 
 
 def test_uncommitted_code_is_refused(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

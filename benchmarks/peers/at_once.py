@@ -16,6 +16,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     return "\n".join([head, "|---|---|---|---|---|---|", *(f"| {line} |" for line in cells)])
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [name for name in PEERS if name.startswith(("vllm", "transformers"))]
     parser.add_argument("--peers", nargs="*", choices=known, default=DEFAULT)
@@ -120,7 +121,8 @@ def main() -> None:
     print(markdown(lines))
     for name, why in failed.items():
         print(f"{name} left out: {why}")
+    return len(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)  # a comparison that lacks a peer is told as a failure

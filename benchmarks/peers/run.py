@@ -133,7 +133,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="*", choices=[name for name in PEERS if name != "keepwarm"], default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=7)
@@ -171,7 +171,7 @@ def main() -> None:
             if options.install and name in peers:
                 peers.pop(name).close()
         if options.install:
-            return
+            return len(failed)
         asked = {
             k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k not in ("work", "output")
         }
@@ -184,7 +184,8 @@ def main() -> None:
             lines = summary(played["rows"], about, played["prompt"], played["suffix"])
             print(json.dumps({"summary": lines, "failed": failed}), file=out)
         print(markdown(lines, about, failed))
+    return len(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)  # a comparison that lacks a peer is told as a failure

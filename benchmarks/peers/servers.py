@@ -314,7 +314,7 @@ def table(visits: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", nargs="*", choices=SERVERS, default=["keepwarm", "vllm", "llama.cpp"])
     parser.add_argument("--clients", type=int, default=16)
@@ -328,17 +328,20 @@ def main() -> None:
     options = parser.parse_args()
     options.work = options.work.expanduser().resolve()
     options.work.mkdir(parents=True, exist_ok=True)
+    failed = 0
     for name in options.servers:
         try:
             found = visit(name, options)
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             print(f"{name} left out: {error}", file=sys.stderr)
+            failed += 1
             continue
         with options.output.open("a") as out:
             print(json.dumps(found), file=out)
     if options.output.exists():
         print(table([json.loads(line) for line in options.output.read_text().splitlines()]))
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)  # a comparison that lacks a server is told as a failure

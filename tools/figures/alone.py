@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
-from tools.figures.readme import conversation, first_tokens
-from tools.figures.results import divided, elsewhere, long, ms, over, plain, records, sooner, summaries, table
+from tools.figures.readme import conversation, first_tokens, restarted, tools_ratios, ttft_rounds
+from tools.figures.results import divided, elsewhere, long, ms, over, plain, ratio, records, sooner, summaries, table
 
 
 def ttft() -> str:
@@ -20,11 +19,10 @@ def ttft() -> str:
 
 def ttft_ratios() -> str:
     rows = []
-    for row in (each for each in records("ttft.jsonl") if each.get("step") == 2048):
+    for row in ttft_rounds():
         times = row["times"]
         shares = [over(divided(times[name], times["floor"])) for name in ("device", "ram", "disk")]
-        restarted = sooner([median(times["cold"]) / each for each in times["process"]])  # these are not of the rounds
-        faster = (sooner(divided(times["cold"], times["ram"])), restarted)
+        faster = (sooner(divided(times["cold"], times["ram"])), sooner(restarted(row)))
         rows.append((f"{row['prompt_tokens']:,}", *shares, *faster, over(divided(times["cold"], times["oneshot"]))))
     head = ("prompt tokens", "device / floor", "RAM / floor", "disk / floor")
     return table((*head, "cold / RAM", "cold / disk, new process", "cold / one-shot"), rows)
@@ -57,20 +55,13 @@ def tools(name: str = "tools.jsonl") -> str:
             str(e["tools"]),
             f"{e['tokens']:,}",
             *(long(e[name]) for name in ("compile_ms", "hit_ms", "cold_ms")),
-            tools_sooner(e),
+            sooner(tools_ratios(e)),
             f"{e['break_even']:.1f}",
         )
         for e in (each["row"] for each in records(name) if "row" in each)
     ]
     head = ("tools", "tokens", "computed once in", "hit", "cold", "times sooner", "pays after requests")
     return elsewhere(name) + table(head, rows)
-
-
-def tools_sooner(row: dict[str, Any]) -> str:
-    """How many times sooner a hit is; with the spread, where the file has rounds."""
-    if rounds := row.get("rounds_ms"):
-        return sooner(divided(rounds["cold"], rounds["hit"]))
-    return f"{row['speedup']:.0f}"
 
 
 def sessions() -> str:
@@ -123,7 +114,7 @@ def remote() -> str:
         name, _, first = each["case"].partition("_")
         told = names[name] + (", first request of a process" if first else "")
         speed = f"{each['load_gb_per_s']:.1f}" if "load_gb_per_s" in each and name != "ram" else ""
-        times = "" if name == "cold" else f"{each['times_faster_than_cold']:.0f}"
+        times = "" if name == "cold" else ratio(each["sooner_than_cold"])
         rows.append((told, ms(each["ttft_ms"]), ms(each["most_ms"]), times, speed))
     return table(("from", "TTFT, ms", "most, ms", "times sooner than cold", "GB/s"), rows)
 
@@ -159,8 +150,7 @@ def codecs() -> str:
 def adapters() -> str:
     rows = []
     for each in records("adapters.jsonl"):
-        low, high = each["quartiles"]
-        times = "" if each["times"] == 1 else f"{plain(each['times'])} ({plain(low)} to {plain(high)})"
+        times = "" if each["side"] == "without" else ratio(each)
         rows.append((each["what"], each["side"], ms(each["ms"]), times))
     return table(("", "", "ms", "times that without an adapter"), rows)
 
@@ -168,9 +158,8 @@ def adapters() -> str:
 def families() -> str:
     rows = []
     for each in records("families.jsonl"):
-        low, high = each["quartiles"]
         shown = (ms(each["keepwarm_ms"]), ms(each["transformers_ms"]))
-        rows.append((each["model"], each["what"], *shown, f"{plain(each['times'])} ({plain(low)} to {plain(high)})"))
+        rows.append((each["model"], each["what"], *shown, ratio(each)))
     return table(("model", "", "Keepwarm, ms", "transformers, ms", "times sooner"), rows)
 
 
@@ -198,7 +187,7 @@ def attach() -> str:
             f"{each['reused']:,} of {each['tokens']:,}",
             ms(each["first_ms"]),
             ms(each["again_ms"]),
-            plain(each["over_floor"]),
+            ratio(each["over_floor"]),
         )
         for each in records("attach.jsonl")
     ]

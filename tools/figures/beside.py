@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.figures.readme import servers
-from tools.figures.results import divided, long, mb, ms, plain, records, sooner, summaries, table
+from tools.figures.results import divided, long, mb, ms, ratio, records, sooner, summaries, table
 
 NAMES = {
     "keepwarm": "Keepwarm",
@@ -55,7 +55,7 @@ def _hits(name: str) -> dict[tuple[str, str], list[float]]:
 def served() -> str:
     rows = [
         (
-            named(name),
+            named(name) + ("" if each["dtype"] == "bfloat16" else f", {each['dtype']}"),
             f"{each['tokens_per_s']:.0f}",
             f"{each['least']:.0f}",
             long(each["ttft"]),
@@ -96,11 +96,10 @@ def vllm() -> str:
             e["mode"],
             ms(e["ttft_ms"]),
             ms(e["most_ms"]),
-            plain(e["times_faster_than_recomputing"]),
-            plain(e["of_own_hit"]),
+            *(ratio(e[name]) if name in e else "" for name in ("sooner_than_recomputing", "of_own_hit")),
         )
         for e in records("vllm.jsonl")
-        if "times_faster_than_recomputing" in e
+        if "case" in e
     ]
     head = ("from", "mode", "TTFT, ms", "most, ms", "times sooner than recomputing", "of vLLM's own hit")
     return table(head, rows)
@@ -207,9 +206,7 @@ def gguf() -> str:
     for file, each in latest.items():
         for what in ("decode", "hit", "cold"):
             found = each[what]
-            low, _, high = found["quartiles"]
-            times = f"{plain(found['ratio'])} ({plain(low)} to {plain(high)})"
-            rows.append((file, what, ms(found["ours"]), ms(found["theirs"]), times))
+            rows.append((file, what, ms(found["ours"]), ms(found["theirs"]), ratio(found)))
     return table(("file", "", "Keepwarm, ms", "llama.cpp, ms", "times sooner"), rows)
 
 

@@ -15,7 +15,9 @@ BLOCKS: dict[str, Callable[[], str]] = readme.BLOCKS | alone.BLOCKS | beside.BLO
 NOT_MEASURED = Path(__file__).with_name("not_measured.toml")
 
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_MEASURED = re.compile(r"\d[\d,.]*\s?(?:ms|s|seconds|times|×|%|GB/s|tokens/s)(?![\w/])")
+_MEASURED = re.compile(
+    r"\d[\d,.]*\s?(?:ms|s|seconds|minutes?|hours?|times|×|%|[kMG]i?B|[GM]i?B/s|Gbit/s|tokens/s)(?![\w/])"
+)
 
 
 def pages() -> list[str]:

@@ -81,6 +81,13 @@ def spread(values: Sequence[float], worst: float) -> str:
     return f"{plain(middle)} ({plain(low)} to {plain(high)}; {plain(worst)})"
 
 
+def ratio(found: dict[str, Any]) -> str:
+    """A median of ratios, with their quartiles and the worst, as far as the file has them (benchmarks/ratios.py)."""
+    told = [" to ".join(plain(each) for each in found["quartiles"])] if "quartiles" in found else []
+    told += [plain(found["worst"])] if "worst" in found else []
+    return plain(found["times"]) + (f" ({'; '.join(told)})" if told else "")
+
+
 def over(values: Sequence[float]) -> str:
     """Ratios of which the largest is the worst."""
     return spread(values, max(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from benchmarks.plan import STEPS
 
@@ -38,15 +39,50 @@ def kernels(name: str) -> str:
 
 
 def note() -> str:
-    """Whether all files are of one commit."""
-    runs = [run_of(name) for step in STEPS for name in step.files]
-    commits = {run["commit"] for run in runs if run}
-    if all(runs) and len(commits) == 1:
-        return f"All files are of commit `{commits.pop()[:10]}`."
+    """Whether all files are of one commit and one machine."""
+    commit, machine = shared("commit"), shared("machine")
+    if commit and machine:
+        return (
+            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. Reports that "
+            "take hours (on tools without positions, and on repairing chunks) are of earlier commits."
+        )
     return (
-        "The files were not all made from one commit: [Sources](#sources) says of each from which one. "
+        "The files were not all made from one commit on one machine: [Sources](#sources) says of each from which one. "
         "`make bench-all` makes all of them from one."
     )
 
 
-BLOCKS = {"sources": sources, "sources-note": note}
+def shared(what: str) -> Any:
+    """What all files of results tell alike of their run; None if they differ, or if a file tells nothing."""
+    told = [(run_of(name) or {}).get(what) for step in STEPS for name in step.files]
+    return told[0] if all(each == told[0] for each in told) else None
+
+
+def machine() -> str:
+    """The machine of all files; of those that are older than `make bench-all`, what most of them were made on."""
+    if found := shared("machine"):
+        level = LEVELS.get(found["level"], f"the level `{found['level']}`")
+        return f"{WORDS.get(found['cores'], found['cores'])} cores of an {found['processor']} with {level}"
+    return "two cores of an AMD EPYC with AVX512_BF16, unless a table says otherwise"
+
+
+def benchmarks_machine() -> str:
+    return (
+        f"The machine: {machine()}; no accelerator. It is shared, and its speed changes for hours. So ratios are "
+        "paired within a round of one run, unless a table says otherwise. Times are medians. Ratios are medians, "
+        "followed in brackets by their quartiles and the worst value, where a file has every round."
+    )
+
+
+def readme_machine() -> str:
+    found = machine()
+    return (
+        f"{found[0].upper()}{found[1:]}; SmolLM2-135M in bfloat16. [Benchmarks](docs/benchmarks.md) has all of it, and "
+        "the file behind each number."
+    )
+
+
+LEVELS = {"amx": "matrix units (AMX)", "avx512-bf16": "AVX512_BF16"}
+WORDS = {2: "two", 4: "four", 8: "eight"}
+
+BLOCKS = {"sources": sources, "sources-note": note, "machine": benchmarks_machine, "readme-machine": readme_machine}
