@@ -104,7 +104,11 @@ STEPS = (
         "--prefix 64 --rounds 1",
     ),
     Step(
-        "codecs", ("{python} benchmarks/codecs.py quality --output {out}",), ("codecs.jsonl",), 6, quick="--passage 0"
+        "codecs",
+        ("{python} benchmarks/codecs.py quality --passage 0 1 --output {out}",),
+        ("codecs.jsonl",),
+        3,
+        quick="--passage 0",
     ),
     Step(
         "adapters",
@@ -115,9 +119,9 @@ STEPS = (
     ),
     Step(
         "families",
-        (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2", "qwen3.5"))),
+        (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2"))),
         ("families.jsonl",),
-        7,
+        5,
         ("model gemma3-270m",),
         "--prefix 64 --rounds 1",
     ),
@@ -227,9 +231,9 @@ STEPS = (
     ),
     Step(
         "llamacpp",
-        ("{llamacpp} benchmarks/llamacpp.py {models}/qwen2.5-0.5b.gguf --rounds 3 --out {out}/llamacpp.jsonl",),
+        ("{llamacpp} benchmarks/llamacpp.py {models}/qwen2.5-0.5b.gguf --rounds 2 --out {out}/llamacpp.jsonl",),
         ("llamacpp.jsonl",),
-        6,
+        5,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
         "--tokens 64 --rounds 1",
     ),
