@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 import transformers
+from tests.helpers import gguf_files, int4_folders, remotes
 from tests.helpers.adapters import adapter
 
+import keepwarm
 from keepwarm.config import cache_dir
+from keepwarm.runtime.native.blocks import can_compute
 from tools.manual import notebook
 
 ROOT = Path(__file__).parents[1]
@@ -127,3 +131,39 @@ def test_the_adapters_page(
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL)
     exec(compile(block, "lora.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "('brief', 'other')\n"
+
+
+def block_of(page: str) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return str(block)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compute(), reason="no C++ compiler")
+@pytest.mark.host_memory("the lean decoder attends to the host's memory")
+def test_the_pages_of_quantized_files(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_files.write(tmp_path / "model.gguf")
+    named = re.findall(r'"(models/.*?)"', block_of("int4.md"))[0]
+    int4_folders.write(tmp_path / named, int4_folders.How("awq", 64, symmetric=False), tokenizer)
+    monkeypatch.chdir(tmp_path)
+    for page in ("gguf.md", "int4.md"):
+        names: dict[str, Any] = {"Engine": keepwarm.Engine}
+        exec(compile(block_of(page), page, "exec"), names)
+        with names["engine"] as engine:
+            assert len(engine.generate("once", max_new_tokens=1).token_ids) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server")
+def test_the_page_about_fleets(demo_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    with remotes.redis_server(tmp_path) as server:
+        text = block_of("fleet.md").replace("redis://cache:6379/0", server.url)
+        text = text.replace("s3://bucket/kv?region=eu-west-1", (tmp_path / "bucket").as_uri())
+        text = text.replace("/var/cache/keepwarm", str(tmp_path / "store"))
+        names: dict[str, Any] = {}
+        for part in re.split(r"(?=^engine = )", text, flags=re.MULTILINE):
+            exec(compile(part, "fleet.md", "exec"), names)
+            if "engine" in names:
+                with names["engine"] as engine:
+                    assert len(engine.generate("once upon a time", max_new_tokens=1).token_ids) == 1

@@ -17,7 +17,7 @@ from tools.manual.pages import PAGES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PYTHON = (  # pages whose Python runs here; those of `serving/` and the quickstart of the server need a server
+PYTHON = (  # pages whose Python runs here; RUN_BY has the others
     "quickstart/python.md",
     "howto/tools.md",
     "howto/sessions.md",
@@ -184,6 +184,28 @@ def test_python_of_the_manual(name: str, capsys: pytest.CaptureFixture[str]) -> 
         exec(compile(block, name, "exec"), names)
     said = capsys.readouterr().out
     assert _SAYS.get(name, "tokens") in said
+
+
+RUN_BY = {  # what runs the Python of the other pages
+    "async.md": "tests/test_examples.py",
+    "lora.md": "tests/test_examples.py",
+    "gguf.md": "tests/test_examples.py",
+    "int4.md": "tests/test_examples.py",
+    "fleet.md": "tests/test_examples.py",
+    "llama-cpp.md": "tests/llamacpp/test_example.py",
+    "mlx-lm.md": "tests/mlx/test_example.py",
+    "quickstart/server.md": "tests/serving/test_documented.py",
+    "serving/openai.md": "tests/serving/test_documented.py",
+    "serving/anthropic.md": "tests/serving/test_documented.py",
+    "serving/agents.md": "tests/clients/test_clients.py",
+}
+
+
+def test_all_python_of_the_manual_runs_somewhere() -> None:
+    with_python = {str(page.relative_to(DOCS)) for page in _pages()[1:] if blocks(page)}
+    assert with_python == set(PYTHON) | set(RUN_BY)
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not run {page}"
 
 
 _SAYS = {

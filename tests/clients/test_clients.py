@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.clients.clients import CLIENTS, Client
-from tests.clients.runs import Place, Run, shown
+from tests.clients.runs import Place, Run, ended, endpoint_of, shown
 
 QUESTIONS = ("Say hello.", "What is two plus two? Answer in one word.", "And three plus three?")
 SECOND_START, NEXT_TURN = 0.95, 0.98  # of the prompt
+PAGE = Path(__file__).parents[2] / "docs" / "serving" / "agents.md"
+SHOWN = {  # what the page shows as a program, by its heading
+    "openai-agents": "OpenAI Agents SDK",
+    "pydantic-ai": "pydantic-ai",
+    "ai-sdk": "AI SDK",
+    "openai-ts": "OpenAI's TypeScript SDK",
+}
 
 
 def answered(client: Client, run: Run) -> Run:
@@ -38,3 +47,21 @@ def test_the_second_start_and_the_next_turn_are_reused(
     record(client, **row, others=others)
     for run, bound in ((second, SECOND_START), (turn, NEXT_TURN)):
         assert run.main["cached_tokens"] >= bound * (run.main["prompt_tokens"] - client.behind), run.main
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_program_of_the_page_runs(
+    name: str, place: Callable[[Client], Place], serving: Callable[[Client], Any]
+) -> None:
+    client = CLIENTS[name]
+    here = place(client)
+    pattern = rf"^## {re.escape(SHOWN[name])}\n\n```(python|js)\n(.*?)^```$"
+    language, program = re.findall(pattern, PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
+    file = here.installed / f"page.{'py' if language == 'python' else 'mjs'}"  # beside the packages that it imports
+    with serving(client) as server:
+        endpoint = endpoint_of(server)
+        file.write_text(program.replace("http://127.0.0.1:8000", server.url).replace('"demo"', f'"{endpoint.model}"'))
+        runner = "python" if language == "python" else "node"
+        code, output = ended([runner, str(file)], here.project, here.environment())
+    assert code == 0, output
+    assert output.strip()

@@ -25,6 +25,7 @@ from keepwarm.serving.settings import ServeConfig
 DOCS = ROOT / "docs" / "serving"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # those of this environment first
+QUICKSTART = "../quickstart/server.md"
 OUR_ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -34,6 +35,8 @@ def examples(*pages: str) -> list[Any]:
         blocks = BLOCK.findall((DOCS / page).read_text())
         if page == "native.md":  # what one example registers, the next ones ask
             blocks = [("sh", "\n".join(text for _, text in blocks))]
+        if page == QUICKSTART:  # its shell lines install and start what runs here already
+            blocks = [(language, text) for language, text in blocks if language == "python"]
         for number, (language, text) in enumerate(blocks, 1):
             found.append(pytest.param(language, text, id=f"{page}-{number}-{language}"))
     return found
@@ -50,7 +53,9 @@ def run(language: str, text: str, folder: Path, environment: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "text"), examples("native.md", "openai.md", "anthropic.md", "sglang.md"))
+@pytest.mark.parametrize(
+    ("language", "text"), examples("native.md", "openai.md", "anthropic.md", "sglang.md", QUICKSTART)
+)
 def test_examples_of_the_protocols(server: ServerProcess, tmp_path: Path, language: str, text: str) -> None:
     if language == "python":
         for package in re.findall(r"^from (\w+) import", text, re.MULTILINE):
