@@ -84,17 +84,17 @@ def convert(gguf: Path, target: Path) -> None:
     """
     import numpy as np
     import torch
-    from gguf import GGUFReader, dequantize
-    from transformers import AutoConfig, AutoTokenizer
+    from gguf import dequantize
 
     from keepwarm.runtime.filling import empty
     from keepwarm.runtime.gguf import processor_of, tensor_names
+    from keepwarm.runtime.gguf_header import Reader, read_config, read_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    reader = Reader(gguf)
+    config = read_config(reader)
+    tokenizer = read_tokenizer(gguf, config)
     model: Any = empty(config, torch.bfloat16)
-    reader = GGUFReader(gguf)
-    architecture = reader.fields["general.architecture"].contents()
+    architecture = reader.value("general.architecture")
     process, names = processor_of(model, architecture).process, tensor_names(model, architecture)
     weights = {}
     for each in reader.tensors:

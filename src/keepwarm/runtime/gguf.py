@@ -1,6 +1,6 @@
 """Loads a model from a GGUF file, and leaves its weights in the file's blocks (`native.blocks`).
 
-transformers reads the configuration, the tokenizer, the chat template and the names of tensors. It would also reorder
+transformers' tables say what the configuration and the tensors are called (`gguf_header`). It would also reorder
 some weights' rows and subtract one from some norms. This module does the same to blocks without decoding them, because
 a row consists of whole blocks.
 """
@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, get_tensor_name_map
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.filling import empty, fill, keep_maps
+from keepwarm.runtime.gguf_header import Reader, read_config, read_tokenizer
 from keepwarm.runtime.native.blocks import KINDS, Blocks, can_compute, raw_bytes
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # values of general.architecture; Mistral has "llama"
@@ -35,28 +36,18 @@ _FACTORS = "rope_freqs.weight"  # a tensor: rotary frequencies are divided by it
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
 
 
-class _Reader(GGUFReader):
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        """Read bytes. Raises ValueError after the file's end, where the library's own function returns less than was
-        asked for."""
-        found = super()._get(offset, dtype, count, override_order)
-        if len(found) != int(count):
-            raise ValueError("it ends early")
-        return found
-
-
 @dataclass(frozen=True)
 class _File:
     """An open GGUF file. Its tensors are parts of a memory map of it."""
 
     path: Path
-    reader: Any
+    reader: Reader
 
     @classmethod
     def open(cls, path: Path) -> _File:
         """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
         try:
-            found = cls(path, _Reader(path, "c"))
+            found = cls(path, Reader(path, "c"))
             found._check()
         except UnsupportedModel:
             raise
@@ -66,14 +57,9 @@ class _File:
             ) from error
         return found
 
-    def value(self, name: str) -> Any:
-        """Return a value of the metadata; None if it is not there."""
-        field = self.reader.fields.get(name)
-        return None if field is None else field.contents()
-
     @property
     def architecture(self) -> str:
-        return str(self.value("general.architecture"))
+        return str(self.reader.value("general.architecture"))
 
     def _check(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -83,15 +69,15 @@ class _File:
             )
         if self.reader.byte_order != "I":
             raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
-        if (self.value("split.count") or 1) > 1:
+        if (self.reader.value("split.count") or 1) > 1:
             raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
         self._check_rotary()
-        if self.value("tokenizer.ggml.tokens") is None:
+        if self.reader.length("tokenizer.ggml.tokens") is None:
             raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
         _refuse_other_types(self.path, self.reader.tensors)
 
     def _check_rotary(self) -> None:
-        told = {name: self.value(f"{self.architecture}.{name}") for name in _ROTARY}
+        told = {name: self.reader.value(f"{self.architecture}.{name}") for name in _ROTARY}
         scaled = told["rope.scaling.type"] not in (None, "none") or any(
             told[name] not in (None, 0, 1) for name in ("rope.scaling.factor", "rope.scale_linear")
         )
@@ -136,16 +122,17 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     file = _File.open(path)
     try:
         model = _model(file, dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = read_tokenizer(path, model.config)
     except _DAMAGE as error:
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
-    keep_maps(model, [file.reader.data._mmap])  # only the map: the reader's metadata are as large as a tokenizer
+    keep_maps(model, [file.reader.map])
     return model, tokenizer
 
 
 def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    width = file.value(f"{file.architecture}.attention.key_length")
+    config = read_config(file.reader)
+    config.name_or_path = str(file.path.parent)
+    width = file.reader.value(f"{file.architecture}.attention.key_length")
     if width is not None and hasattr(config, "head_dim"):
         config.head_dim = int(width)  # transformers does not read it for Qwen 3
     model = empty(config, dtype)

@@ -1,0 +1,102 @@
+"""What a GGUF file says before its weights: metadata, names of tensors, the model's configuration, the tokenizer.
+
+transformers reads both, but parses a file with gguf's reader each time. That makes two objects of every word of the
+vocabulary and of every merge, which takes seconds and hundreds of megabytes for each of three readings. Here the file
+is parsed once, arrays are stepped over, and transformers' own tables say what the values mean to it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, GGUFValueType
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING
+from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Reader(GGUFReader):
+    """gguf's reader, which leaves arrays of the metadata unread: `length` tells how long they are.
+
+    Raises ValueError, where a file ends early.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        """Read bytes. Raises ValueError after the file's end, where the library's own function returns less than was
+        asked for."""
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) != int(count):
+            raise ValueError("it ends early")
+        return found
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if GGUFValueType(raw_type) != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = self._get(orig_offs, np.uint32)
+        count = self._get(orig_offs + 4, np.uint64)
+        start = orig_offs + 12
+        size = self._size_of(GGUFValueType(kind[0]), int(count[0]), start)
+        self._get(start, np.uint8, size)  # raises ValueError if the file ends before
+        return 12 + size, [kind, count], [], [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
+
+    @property
+    def map(self) -> mmap.mmap:
+        """The file's memory map."""
+        found: mmap.mmap = self.data._mmap  # type: ignore[attr-defined]
+        return found
+
+    def _size_of(self, kind: GGUFValueType, count: int, start: int) -> int:
+        """The bytes of an array's values."""
+        if kind in self.gguf_scalar_to_np:
+            return count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        if kind != GGUFValueType.STRING:
+            raise ValueError(f"it has an array of {kind.name}: expected numbers or texts")
+        memory, at = memoryview(self.map), start
+        try:
+            for _ in range(count):
+                at += 8 + _LENGTH.unpack_from(memory, at)[0]
+        except struct.error:
+            raise ValueError("it ends early") from None
+        return at - start
+
+    def value(self, name: str) -> Any:
+        """A number or a text of the metadata; None if it is not there, or an array."""
+        field = self.fields.get(name)
+        return None if field is None or field.types[0] == GGUFValueType.ARRAY else field.contents()
+
+    def length(self, name: str) -> int | None:
+        """How many values an array of the metadata has; None if it is not there."""
+        field = self.fields.get(name)
+        return None if field is None or field.types[0] != GGUFValueType.ARRAY else int(field.parts[-1][0])
+
+
+def read_config(reader: Reader) -> PreTrainedConfig:
+    """The configuration that transformers makes of the metadata. Raises KeyError for an unknown architecture."""
+    architecture = reader.value("general.architecture")
+    kind = "mistral" if (architecture, reader.value("general.name")) == ("llama", "mistral") else architecture
+    told: dict[str, Any] = {"tie_word_embeddings": all(each.name != "output.weight" for each in reader.tensors)}
+    told |= GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}
+    names: dict[str, dict[str, Any]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # type: ignore[assignment]
+    for name in reader.fields:
+        group, _, key = name.replace(architecture, kind).partition(".")
+        renamed = names.get(group, {}).get(key)
+        if isinstance(renamed, str) and (value := reader.value(name)) is not None:
+            told[renamed] = value.replace(architecture, kind) if isinstance(value, str) else value
+    if (words := reader.length("tokenizer.ggml.tokens")) is not None:
+        told.setdefault("vocab_size", words)
+    made: PreTrainedConfig = CONFIG_MAPPING[told["model_type"]].from_dict(told)
+    return made
+
+
+def read_tokenizer(path: Path, config: PreTrainedConfig) -> Any:
+    """The file's own tokenizer, of the class that transformers has for the configuration."""
+    kind: Any = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    return kind.from_pretrained(path.parent, gguf_file=path.name)
