@@ -12,7 +12,8 @@ import yaml
 
 from keepwarm.cli.app import app
 from keepwarm.config import cache_dir
-from tools.manual import commands, configuration, http, python, troubleshooting
+from keepwarm.runtime.demo_model import DOWNLOAD
+from tools.manual import commands, configuration, http, notebook, python, troubleshooting
 from tools.manual.pages import PAGES
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,11 @@ def test_command_lines_parse(line: str) -> None:
 
 
 # ---- size ----
+
+
+def test_the_demo_models_size_is_that_of_the_program() -> None:
+    for text in ((DOCS / "install.md").read_text(encoding="utf-8"), notebook.page()):
+        assert set(re.findall(r"[\d.]+ MB", text)) == {DOWNLOAD}
 
 
 def test_the_readme_is_short() -> None:
