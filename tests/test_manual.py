@@ -38,6 +38,17 @@ def test_every_setting_says_what_it_does_and_when_to_change_it() -> None:
 
 def test_every_error_and_reason_says_what_to_do() -> None:
     assert list(troubleshooting.uncured()) == []
+    page = troubleshooting.page()
+    assert "| ... given, with which transformers runs another model, or a cache of its own | Under `attach`" in page
+
+
+def test_every_setting_that_attach_leaves_alone_is_named() -> None:
+    """`_FOREIGN` is read from the source: the module needs torch."""
+    source = (ROOT / "src/keepwarm/integrations/transformers.py").read_text(encoding="utf-8")
+    names = re.findall(r'"(\w+)"', source.partition("_FOREIGN = (")[2].partition(")")[0])
+    (line,) = (each for each in troubleshooting.cures()["uncached"] if each["reason"] == "foreign")
+    assert names
+    assert [name for name in names if f"`{name}`" not in line["because"]] == []
 
 
 def test_the_page_of_settings_has_them_all() -> None:

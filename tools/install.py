@@ -36,7 +36,7 @@ WIDE = 24  # characters of a bar
 CLEAR = "\r\x1b[K"  # of a terminal's line
 EVERY = 0.1  # seconds between two drawings
 _TOLD = re.compile(r"\s*(?:Collecting|Processing|Downloading|Building|Installing|Preparing|Obtaining)\b.*")
-_OWN_INDEX = re.compile(r"\.(?:index-url|extra-index-url|find-links|no-index)=")
+_OWN_INDEX = re.compile(r"\.(?:index-url|extra-index-url|find-links|no-index)=.[^'\"]")
 _UNPACKED = "Installing collected packages: "
 
 
