@@ -166,6 +166,10 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
 
 
+def test_the_notebook_shows_no_time_of_some_machine() -> None:
+    assert not re.search(r"\d (?:ms|s)\b", notebook.page())
+
+
 # ---- snippets ----
 
 
