@@ -54,6 +54,7 @@ def test_a_level_that_nobody_knows(look: Look, tmp_path: Path, monkeypatch: pyte
     code, found = look("--store", tmp_path / "none")
     assert (code, found["kernels"]["status"], found["port"]["status"]) == (7, "fail", "ok")
     assert "KEEPWARM_KERNELS is one of" in found["kernels"]["detail"]
+    assert "unset it" in found["kernels"]["advice"]
 
 
 def test_without_a_home(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from keepwarm.cli import output
 from keepwarm.cli.doctor.finding import Finding
 from keepwarm.config import cache_dir
+from keepwarm.core.levels import VARIABLE
+from keepwarm.errors import ConfigError
 from keepwarm.runtime.processor import cpu_flags
 
 _LITTLE_MEMORY = 2 << 30  # bytes; the demo model with its KV takes about half of it
@@ -73,7 +75,12 @@ def kernels() -> Finding:
     units = _units()
     _need_torch()  # the kernels share its OpenMP runtime
     from keepwarm.runtime.native.build import kernels as build
+    from keepwarm.runtime.native.build import level
 
+    try:
+        level()
+    except ConfigError as error:
+        return Finding("kernels", "fail", str(error), f"name one of them with {VARIABLE}, or unset it")
     with output.working("looking at the kernels; the first time, they are compiled"):
         found = build()
     if found is None:
