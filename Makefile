@@ -1,4 +1,5 @@
 # `make demo` and `make test` need python3 (3.11 or newer, with venv), make and a compiler; all else goes into .venv.
+# TORCH=cuda: torch is not its build for the CPU, even where no NVIDIA GPU is seen.
 
 PYTHON ?= python3
 BIN := .venv/bin

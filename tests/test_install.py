@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -47,6 +54,110 @@ def test_the_share_of_what_is_unpacked(tmp_path: Path) -> None:
     assert share("Installing collected packages: a, b, c, d") == 0.0
     (tmp_path / "a-1.dist-info").mkdir()
     assert share("Installing collected packages: a, b, c, d") == 0.25
+
+
+# ---- the environment ----
+
+
+def making(venv: Path) -> subprocess.Popen[str]:
+    """A process that makes an environment, when half of it is there."""
+    begins = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path; "
+    command = [sys.executable, "-c", f"{begins} from tools import install; install.environment(Path(sys.argv[1]))"]
+    running = subprocess.Popen([*command, str(venv)], cwd=install.ROOT, stderr=subprocess.PIPE, text=True)
+    while not (venv / "bin" / "python").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    return running
+
+
+@pytest.mark.slow
+def test_an_environment_that_was_broken_off_is_made_anew(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    with making(venv) as running:
+        running.send_signal(signal.SIGINT)
+    assert not venv.exists()
+    with making(venv) as running:
+        running.kill()
+    assert venv.exists()
+    python = install.environment(venv)
+    subprocess.run([python, "-m", "pip", "--version"], check=True, capture_output=True)
+    (venv / "mine").touch()
+    assert install.environment(venv) == python
+    assert (venv / "mine").exists()  # a whole one stays
+
+
+# ---- torch's build ----
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Where torch keeps its builds."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Linux on x86-64 without a GPU, pip as it is by default, and a server that has torch's builds."""
+    for name in [each for each in os.environ if each.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.setattr(install, "GPU", tmp_path / "gpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(install, "CPU_BUILD", f"http://127.0.0.1:{server.server_port}")
+        yield tmp_path
+        server.shutdown()
+
+
+def options(site: Path) -> list[str]:
+    return install.torch_options(Path(sys.executable), site, install.Shown())
+
+
+def test_without_a_gpu_torch_is_its_build_for_the_cpu(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options(plain) == ["--no-deps", "--index-url", install.CPU_BUILD]
+    assert "TORCH=cuda" in capsys.readouterr().err
+    monkeypatch.setenv("TORCH", "cuda")
+    assert options(plain) == []
+    (plain / "torch-2.0+cpu.dist-info").mkdir()
+    assert options(plain) == []
+    assert "make clean" in capsys.readouterr().err
+    monkeypatch.setenv("TORCH", "rocm")
+    with pytest.raises(SystemExit, match="rocm"):
+        options(plain)
+
+
+def test_a_gpu_and_an_index_of_the_users_are_left_alone(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install.GPU.touch()
+    assert options(plain) == []
+    install.GPU.unlink()
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://index.example/simple")
+    assert options(plain) == []
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL")
+    (plain / "pip.conf").write_text("[install]\nindex-url = https://index.example/simple\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(plain / "pip.conf"))
+    assert options(plain) == []
+
+
+def test_where_torchs_builds_do_not_answer_the_index_is_asked(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(install, "CPU_BUILD", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(install, "ASKING", 0.1)
+        assert options(plain) == []
+    assert "does not answer" in capsys.readouterr().err
+
+
+# ---- kernels ----
 
 
 @needs_gcc

@@ -12,7 +12,8 @@ import yaml
 
 from keepwarm.cli.app import app
 from keepwarm.config import cache_dir
-from tools.manual import commands, configuration, http, python, troubleshooting
+from keepwarm.runtime.demo_model import DOWNLOAD
+from tools.manual import commands, configuration, http, notebook, python, troubleshooting
 from tools.manual.pages import PAGES
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,17 @@ def test_every_setting_says_what_it_does_and_when_to_change_it() -> None:
 
 def test_every_error_and_reason_says_what_to_do() -> None:
     assert list(troubleshooting.uncured()) == []
+    page = troubleshooting.page()
+    assert "| ... given, with which transformers runs another model, or a cache of its own | Under `attach`" in page
+
+
+def test_every_setting_that_attach_leaves_alone_is_named() -> None:
+    """`_FOREIGN` is read from the source: the module needs torch."""
+    source = (ROOT / "src/keepwarm/integrations/transformers.py").read_text(encoding="utf-8")
+    names = re.findall(r'"(\w+)"', source.partition("_FOREIGN = (")[2].partition(")")[0])
+    (line,) = (each for each in troubleshooting.cures()["uncached"] if each["reason"] == "foreign")
+    assert names
+    assert [name for name in names if f"`{name}`" not in line["because"]] == []
 
 
 def test_the_page_of_settings_has_them_all() -> None:
@@ -145,8 +157,17 @@ def test_command_lines_parse(line: str) -> None:
 # ---- size ----
 
 
+def test_the_demo_models_size_is_that_of_the_program() -> None:
+    for text in ((DOCS / "install.md").read_text(encoding="utf-8"), notebook.page()):
+        assert set(re.findall(r"[\d.]+ MB", text)) == {DOWNLOAD}
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
+
+
+def test_the_notebook_shows_no_time_of_some_machine() -> None:
+    assert not re.search(r"\d (?:ms|s)\b", notebook.page())
 
 
 # ---- snippets ----

@@ -30,6 +30,7 @@ PUBLIC = {
 
 TREE = {
     "ConfigError": ("KeepwarmError", "ValueError"),
+    "CannotListen": ("ConfigError",),
     "PromptError": ("KeepwarmError", "ValueError"),
     "EmptyPrompt": ("PromptError",),
     "PromptTooLong": ("PromptError",),

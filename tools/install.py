@@ -2,6 +2,7 @@
 
     python3 tools/install.py [EXTRA]
 
+Where no NVIDIA GPU is seen, torch is its build for the CPU. The variable `TORCH=cuda` asks for the usual one.
 The kernels are compiled while packages are fetched, by the commands that fill a wheel. They lie where a wheel's do, so
 the first model loads at once. It uses the standard library alone, and no package of Keepwarm's.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,17 +19,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "keepwarm" / "runtime" / "native"
 BESIDE = ("reads.cpp", "watch.cpp", "chunks.cpp", "codecs.cpp", "blocks.cpp")
+CPU_BUILD = "https://download.pytorch.org/whl/cpu"
+ASKING = 5.0  # seconds that it may take to answer
+GPU = Path("/dev/nvidia0")
 WIDE = 24  # characters of a bar
 CLEAR = "\r\x1b[K"  # of a terminal's line
 EVERY = 0.1  # seconds between two drawings
 _TOLD = re.compile(r"\s*(?:Collecting|Processing|Downloading|Building|Installing|Preparing|Obtaining)\b.*")
+_OWN_INDEX = re.compile(r"\.(?:index-url|extra-index-url|find-links|no-index)=.[^'\"]")
 _UNPACKED = "Installing collected packages: "
 
 
@@ -147,10 +156,15 @@ def step(shown: Shown, name: str, command: Sequence[str], log: Path, share: Call
         )
         reader = threading.Thread(target=read, args=(running, told, kept))
         reader.start()
-        while reader.is_alive():
-            last = told[-1] if told else ""
-            shown.line(name, share(last), began, last)
-            reader.join(EVERY)
+        try:
+            while reader.is_alive():
+                last = told[-1] if told else ""
+                shown.line(name, share(last), began, last)
+                reader.join(EVERY)
+        except BaseException:  # Ctrl-C: when this is over, nothing writes any more
+            running.terminate()
+            reader.join()
+            raise
     if running.wait():
         print(f"\n{log.read_text(encoding='utf-8')[-3000:]}\n{name} failed; all of it is in {log}", file=sys.stderr)
         raise SystemExit(running.returncode)
@@ -181,19 +195,66 @@ def unpacked(site: Path) -> Callable[[str], float | None]:
 
 
 def environment(venv: Path) -> Path:
-    """Make the virtual environment if there is none. Returns its interpreter."""
-    python = venv / "bin" / "python"
+    """Make the virtual environment if there is none, or one that was broken off. Returns its interpreter."""
+    python, making = venv / "bin" / "python", venv / ".making"
+    if making.exists():
+        shutil.rmtree(venv)
     if python.exists():
         return python
-    log = ROOT / ".venv.log"
+    log = venv.with_name(f"{venv.name}.log")
     log.unlink(missing_ok=True)
+    venv.mkdir(exist_ok=True)
+    making.touch()
     try:
         step(Shown(), "venv", [sys.executable, "-m", "venv", str(venv)], log, lambda last: None)
-    except SystemExit:
+    except BaseException as error:
         shutil.rmtree(venv, ignore_errors=True)
-        raise SystemExit("no virtual environment: apt install python3-venv") from None
+        if isinstance(error, SystemExit):
+            raise SystemExit("no virtual environment: apt install python3-venv") from None
+        raise
     log.rename(venv / "install.log")
+    making.unlink()
     return python
+
+
+def torch_options(python: Path, site: Path, shown: Shown) -> list[str]:
+    """Return pip's options for torch.
+
+    On Linux with an x86-64 processor the package index has torch with CUDA, of some gigabytes. Without a GPU, the build
+    for the CPU is taken from where torch keeps it, unless pip was set up to ask an index of the user's. Exits if $TORCH
+    is unknown.
+    """
+    asked = os.environ.get("TORCH", "")
+    if asked not in ("", "cuda"):
+        raise SystemExit(f"TORCH is cuda, or not set, got {asked!r}")
+    if there := [each.name for each in site.glob("torch-*.dist-info")]:
+        if asked and "+cpu" in there[0]:
+            shown.say("torch     its build for the CPU is there, and stays: `make clean` first")
+        return []
+    if asked or GPU.exists() or shutil.which("nvidia-smi") or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return []
+    told = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    if _OWN_INDEX.search(told.stdout):
+        return []
+    if not answers(f"{CPU_BUILD}/torch/", ASKING):
+        shown.say(f"torch     {CPU_BUILD} does not answer: it comes from the package index, with CUDA (gigabytes)")
+        return []
+    shown.say("torch     its build for the CPU, as no NVIDIA GPU is seen; TORCH=cuda, behind make, asks for the other")
+    return ["--no-deps", "--index-url", CPU_BUILD]  # what it needs comes with the packages
+
+
+def answers(url: str, seconds: float) -> bool:
+    """Whether a server answers in time. Looking its name up has no timeout, so that is done beside."""
+    said: list[int] = []
+
+    def ask() -> None:
+        with suppress(OSError, HTTPException), urlopen(Request(url, method="HEAD"), timeout=seconds) as answer:
+            said.append(answer.status)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return bool(said)
 
 
 def main(extra: str = "") -> None:
@@ -207,7 +268,7 @@ def main(extra: str = "") -> None:
     # Modules are compiled when they are first imported: most never are. torch goes first, so that the pinned build is
     # in place when other packages ask for any torch.
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "-c", "constraints.txt"]
-    step(shown, "torch", [*pip, "torch"], log, unpacked(site))
+    step(shown, "torch", [*pip, *torch_options(python, site, shown), "torch"], log, unpacked(site))
     step(shown, "packages", [*pip, "-e", f".[{extra}]" if extra else "."], log, unpacked(site))
     if extra == "dev":
         step(shown, "bfcl-eval", [*pip, "--no-deps", "bfcl-eval"], log, unpacked(site))
@@ -221,4 +282,7 @@ def main(extra: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except KeyboardInterrupt:
+        raise SystemExit("\ninterrupted: the same command goes on") from None

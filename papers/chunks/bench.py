@@ -15,6 +15,7 @@ import torch
 
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Generation
+from keepwarm.core.uncached import CACHED
 from keepwarm.engine import Engine
 from papers.journal import Row
 from papers.pages import Block
@@ -165,7 +166,7 @@ def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any)
     linked = engine.pipeline.linked_for(prepared)
     kept: list[torch.Tensor] = []
     ids: list[int] = []
-    with engine.pipeline.open(prepared, linked, len(tokens) + count, "") as opened:
+    with engine.pipeline.open(prepared, linked, len(tokens) + count, CACHED) as opened:
         logits = engine.pipeline.first_logits(prepared, opened)
         if not isinstance(along, int):
             ids += along

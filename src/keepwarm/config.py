@@ -61,8 +61,14 @@ def parse_bytes(value: int | str) -> int:
 
 
 def cache_dir() -> Path:
-    """Return the folder for what Keepwarm can make again: `$KEEPWARM_CACHE` or `~/.cache/keepwarm`."""
-    return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
+    """Return the folder for what Keepwarm can make again: `$KEEPWARM_CACHE` or `~/.cache/keepwarm`.
+
+    Raises ConfigError when there is neither the variable nor a home folder.
+    """
+    try:
+        return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
+    except RuntimeError:
+        raise ConfigError("this user has no home folder: name one for Keepwarm's cache with KEEPWARM_CACHE") from None
 
 
 def default_remotes(environment: Mapping[str, str] = os.environ) -> list[str]:

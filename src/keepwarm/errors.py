@@ -2,6 +2,7 @@
 
     KeepwarmError
     ├── ConfigError            a setting or argument is wrong                        (also ValueError)
+    │   └── CannotListen       the service's host or port cannot be taken
     ├── PromptError            a request cannot be run as asked                      (also ValueError)
     │   ├── EmptyPrompt        no token to run
     │   ├── PromptTooLong      prompt and new tokens do not fit the context window, or the memory there is
@@ -37,6 +38,19 @@ class KeepwarmError(Exception):
 
 class ConfigError(KeepwarmError, ValueError):
     """A setting or argument is unknown or out of range."""
+
+
+class CannotListen(ConfigError):
+    """The service cannot listen: the host is no address of this machine, or the port is taken.
+
+    The message is what was `seen` and its `cure`. `busy`: something else listens on the port.
+    """
+
+    def __init__(self, seen: str, cure: str, *, busy: bool = False) -> None:
+        super().__init__(f"{seen}: {cure}")
+        self.seen = seen
+        self.cure = cure
+        self.busy = busy
 
 
 class PromptError(KeepwarmError, ValueError):

@@ -1,5 +1,6 @@
-"""The fixture that runs the command as a user does."""
+"""Fixtures that run the command as a user does."""
 
 from tests.helpers.cli import cli
+from tests.helpers.doctor import look
 
-__all__ = ["cli"]
+__all__ = ["cli", "look"]

@@ -5,42 +5,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
+import shutil
 import socket
+import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from tests.helpers.cli import Cli
+from tests.helpers.doctor import KEY, Look, filled
 from tests.helpers.remotes import free_port
 
-from keepwarm.store import Archive
-from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
-
-KEY = bytes(range(32))
-
-
-def filled(folder: Path, key: bytes | None = None) -> Path:
-    with Archive.open(folder, max_ram=0, max_disk=1 << 24, key=key) as archive:
-        archive.put(MemoryKV.random(UNEVEN, 40, 1), blocks_of(prompt(40, 1)), namespace())
-        archive.flush()
-    return folder
-
-
-@pytest.fixture
-def look(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Run the doctor on a free port; the exit code, and findings by name."""
-    monkeypatch.setenv("KEEPWARM__SERVER__PORT", str(free_port()))
-
-    def looked(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        result = cli("doctor", "--json", *arguments)
-        assert all(each["advice"] for each in result.json["findings"] if each["status"] != "ok")
-        return result.code, {each["name"]: each for each in result.json["findings"]}
-
-    return looked
-
-
-Look = Callable[..., tuple[int, dict[str, Any]]]
+from keepwarm.runtime.demo_model import DOWNLOAD
 
 
 def test_everything_is_looked_at(look: Look, tmp_path: Path) -> None:
@@ -102,11 +82,35 @@ def test_damage_and_leftovers(look: Look, tmp_path: Path) -> None:
     (store / "quarantine" / "stray").write_bytes(bytes(5000))
     code, found = look("--store", store)
     assert (code, found["contents"]["status"]) == (0, "warn")
-    assert "keepwarm gc" in found["contents"]["advice"]
+    assert f"`keepwarm gc --store {store}` removes them" in found["contents"]["advice"]
     (store / "catalogue.sqlite").write_bytes(b"SQLite format 3\0" + bytes(5000))
     code, found = look("--store", store)
     assert (code, found["contents"]["status"]) == (7, "fail")
-    assert "keepwarm verify --repair" in found["contents"]["advice"]
+    assert f"`keepwarm verify --repair --store {store}`" in found["contents"]["advice"]
+
+
+def test_advice_names_the_store_and_its_key_for_a_shell(look: Look, tmp_path: Path) -> None:
+    key = tmp_path / "my key"
+    key.write_bytes(KEY)
+    store = filled(tmp_path / "my store", KEY)
+    (store / "quarantine" / "stray").write_bytes(bytes(5000))
+    with open(store / "writing", "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _, found = look("--store", store, "--store-key-file", key)
+    advice = found["contents"]["advice"]
+    line = shlex.split(advice.split("`")[1])
+    assert line == ["keepwarm", "gc", "--store", str(store), "--store-key-file", str(key)]
+    assert found["locks"]["advice"].endswith(f"fuser -v '{store}'/*")
+
+
+def test_a_full_disk_under_a_store_that_is_not_there(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepwarm.cli.doctor.stores._LITTLE_SPACE", 1 << 60)
+    _, found = look("--store", tmp_path / "none")
+    assert "gc" not in found["space"]["advice"]
+    _, found = look("--store", filled(tmp_path / "store"))
+    assert f"`keepwarm gc --max-disk 1GiB --store {tmp_path / 'store'}`" in found["space"]["advice"]
 
 
 def test_an_encrypted_store_and_its_key(look: Look, tmp_path: Path) -> None:
@@ -118,8 +122,7 @@ def test_an_encrypted_store_and_its_key(look: Look, tmp_path: Path) -> None:
     assert look("--store", store, "--store-key-file", tmp_path / "key")[0] == 0
 
 
-def test_a_lock_that_is_held(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.cli.doctor.stores._PATIENCE", 0.05)
+def test_a_lock_that_is_held(look: Look, tmp_path: Path) -> None:
     store = filled(tmp_path / "store")
     with open(store / "writing", "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -134,7 +137,47 @@ def test_a_port_that_something_else_has(look: Look, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("KEEPWARM__SERVER__PORT", str(taken.getsockname()[1]))
         code, found = look("--store", tmp_path / "none")
     assert (code, found["port"]["status"]) == (0, "warn")
-    assert "in use" in found["port"]["detail"]
+    assert found["port"]["detail"].endswith("of 127.0.0.1 is in use by another service")
+    assert "--port" in found["port"]["advice"]
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "fe80::1:2:3"])
+def test_a_host_that_is_none_of_this_machines(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("KEEPWARM__SERVER__HOST", host)
+    monkeypatch.setenv("KEEPWARM__TENANTS__KEYS_FILE", str(tmp_path / "keys"))  # others could reach it
+    code, found = look("--store", tmp_path / "none")
+    assert (code, found["port"]["status"]) == (7, "fail")
+    assert repr(host) in found["port"]["detail"]
+    assert "--host" in found["port"]["advice"]
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Answers as a server of Keepwarm does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"status": "ready", "progress": null}')
+
+
+class OnSix(HTTPServer):
+    address_family = socket.AF_INET6
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_server_of_its_own_is_known_on_any_address(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OnSix(("::1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("KEEPWARM__SERVER__HOST", "::1")
+        monkeypatch.setenv("KEEPWARM__SERVER__PORT", str(server.server_port))
+        code, found = look("--store", tmp_path / "none")
+        server.shutdown()
+    assert (code, found["port"]["status"]) == (0, "ok")
+    assert "a Keepwarm server answers" in found["port"]["detail"]
 
 
 def test_a_model_that_is_not_there(look: Look, tmp_path: Path) -> None:
@@ -143,7 +186,49 @@ def test_a_model_that_is_not_there(look: Look, tmp_path: Path) -> None:
     code, found = look("--model", "nobody/nothing")
     assert (code, found["model"]["status"]) == (0, "warn")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
     assert look("--model", tmp_path)[1]["model"]["status"] == "warn"
+    assert look("--model", tmp_path / ("x" * 300))[1]["model"]["status"] == "fail"
+
+
+def test_a_model_without_all_its_weights_is_not_there(
+    look: Look, saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "hub" / "models--somebody--something" / "snapshots" / "c0ffee"
+    shutil.copytree(saved("llama"), kept)
+    (kept.parents[1] / "refs").mkdir()
+    (kept.parents[1] / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def both() -> tuple[dict[str, Any], dict[str, Any]]:
+        return look("--model", kept)[1]["model"], look("--model", "somebody/something")[1]["model"]
+
+    assert [each["status"] for each in both()] == ["ok", "ok"]
+    (kept / "model.safetensors").rename(kept / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (kept / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder, hub = both()
+    assert (folder["status"], hub["status"]) == ("fail", "warn")
+    assert "1 of 2 files of weights are missing (model-00002" in folder["detail"]
+    assert "downloads the rest" in hub["advice"]
+    (kept / "model.safetensors.index.json").unlink()
+    (kept / "model-00001-of-00002.safetensors").unlink()
+    assert "there are no files of weights" in both()[0]["detail"]
+
+
+def test_the_demo_model_needs_pip_until_it_is_there(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path))
+    assert DOWNLOAD in look("--store", tmp_path / "none")[1]["model"]["advice"]
+    monkeypatch.setitem(sys.modules, "pip", None)
+    found = look("--store", tmp_path / "none")[1]["model"]
+    assert (found["status"], "ensurepip" in found["advice"]) == ("warn", True)
+    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    found = look("--store", tmp_path / "none")[1]["model"]
+    assert (found["status"], f"rm -r {folder}" in found["advice"]) == ("fail", True)
 
 
 def test_a_loaded_model_says_how_it_is_cached(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:

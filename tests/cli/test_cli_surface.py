@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import signal
 import subprocess
@@ -220,6 +222,24 @@ def test_demo_never_empties_a_folder_that_is_not_its_own(cli: Cli, tmp_path: Pat
     result = cli("demo", "--store", tmp_path)
     assert result.code == 2
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_demo_leaves_the_store_of_one_that_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path))
+    stored = tmp_path / "demo-store" / "stored"
+    stored.parent.mkdir()
+    stored.write_text("of the first demo")
+    folder = os.open(tmp_path / "demo-store", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    second = cli("demo")
+    assert second.code == 4
+    assert "another `keepwarm demo` is using" in second.err
+    assert stored.exists()
+    os.close(folder)
+    assert cli("demo", "--keep", "--model", tmp_path / "none").code == 3
+    assert stored.exists()
+    assert cli("demo", "--model", tmp_path / "none").code == 3
+    assert not stored.exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 from keepwarm import errors
 from keepwarm.core.spans import MissReason
+from keepwarm.core.uncached import Uncached
 from keepwarm.errors import KeepwarmError
 
 _CURES = Path(__file__).with_name("cures.toml")
-_SOURCE = Path(__file__).parents[2] / "src" / "keepwarm"
 
 _HEAD = """# Troubleshooting
 
@@ -72,7 +73,7 @@ def page() -> str:
     """The page in Markdown."""
     known = cures()
     misses = [f"| `{each['reason']}` | {each['means']} | {each['do']} |" for each in known["miss"]]
-    uncached = [f"| ... {each['says']} ... | {each['because']} | {each['do']} |" for each in known["uncached"]]
+    uncached = [f"| {_says(each['reason'])} | {each['because']} | {each['do']} |" for each in known["uncached"]]
     named = [f"| `{name}` | {_meaning(kind)} | {known['error'][name]} |" for name, kind in kinds().items()]
     tree = inspect.cleandoc((errors.__doc__ or "").partition("\n\n")[2].partition("\n\n")[0])
     body = [_MISSES + "\n".join(misses), _UNCACHED + "\n".join(uncached), _ERRORS.format(tree=tree) + "\n".join(named)]
@@ -83,16 +84,19 @@ def _meaning(kind: type[KeepwarmError]) -> str:
     return (kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ").replace("    ", " ")
 
 
+def _says(reason: str) -> str:
+    """A reason of running uncached as it is told, with dots for what is filled in."""
+    return re.sub(r"\{\w+\}", "...", Uncached[reason.upper()])
+
+
 def uncured() -> Iterator[str]:
-    """Errors and reasons without a line in `cures.toml`, lines without one, and words that no message has."""
+    """Errors and reasons without a line in `cures.toml`, and lines without one."""
     known = cures()
     named, wanted = set(known["error"]), set(kinds())
     yield from (f"cures.toml: no line for the error {name}" for name in wanted - named)
     yield from (f"cures.toml: {name} is no error" for name in named - wanted)
-    reasons = {each["reason"] for each in known["miss"]}
-    yield from (f"cures.toml: no line for the reason {each.value}" for each in MissReason if each.value not in reasons)
-    yield from (f"cures.toml: {name} is no reason" for name in reasons - {each.value for each in MissReason})
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCE.rglob("*.py")))
-    yield from (
-        f"cures.toml: no message says {each['says']!r}" for each in known["uncached"] if each["says"] not in source
-    )
+    given = {"miss": {each.value for each in MissReason}, "uncached": {each.name.lower() for each in Uncached}}
+    for table, reasons in given.items():
+        lines = {each["reason"] for each in known[table]}
+        yield from (f"cures.toml: no line for {table} {name}" for name in reasons - lines)
+        yield from (f"cures.toml: {name} is no reason of {table}" for name in lines - reasons)

@@ -15,6 +15,7 @@ from keepwarm.batching.turns import TOGETHER, Turns, overdue
 from keepwarm.core.blocks import Block
 from keepwarm.core.shares import may_hold
 from keepwarm.core.spans import Reuse
+from keepwarm.core.uncached import Why
 from keepwarm.errors import Overloaded
 from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.pipeline import Pipeline
@@ -188,7 +189,7 @@ class Admission:
         request.room.promised = pages
         return True
 
-    def _open(self, request: Waiting, linked: Linked | None, uncached: str) -> Opened | None:
+    def _open(self, request: Waiting, linked: Linked | None, uncached: Why) -> Opened | None:
         """Load a request's stored KV into an arena. Return None when other requests hold all arenas."""
         times, room = request.prepared.times, request.room
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3

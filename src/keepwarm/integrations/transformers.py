@@ -26,6 +26,7 @@ from keepwarm.core.results import Miss
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.settings import EngineArgs
 from keepwarm.core.spans import Reuse
+from keepwarm.core.uncached import CACHED, Uncached, Why
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.arena.arena import ArenaCache
@@ -67,7 +68,7 @@ class Attached:
         self.cached_tokens = 0  # of the last call
         self.prompt_tokens = 0
         self.exactness = "exact"
-        self.uncached_reason = ""  # why the last call ran without the cache; empty when it used it
+        self.uncached_reason = CACHED  # why the last call ran without the cache; empty when it used it
         self.miss: Miss | None = None  # why it reused no more; None if it reused all it could, or without the cache
         self._model = model
         self._generate: Any = model.generate
@@ -100,7 +101,7 @@ class Attached:
         engine = self.engine
         linked = engine.pipeline.linked(compiled)
         if self._own and not engine.pipeline.model.runner.is_invariant:  # linking may have found this
-            self.uncached_reason = "the model was changed, and the engine's decoder does not run it any more"
+            self.uncached_reason = Uncached.CHANGED.told()
             return self._generate(inputs, *args, **kwargs)
         with engine.pipeline.lease(linked, engine.pipeline.config.reuse, capacity) as placed:
             cache, plan = placed.arena.cache, placed.plan
@@ -158,36 +159,36 @@ class Attached:
         places = [place for place, token in enumerate(compiled.tokens.tolist()) if token in special]
         return replace(compiled, breakpoints=tuple(Breakpoint(place, soft=True) for place in places))
 
-    def _why_uncached(self, ids: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def _why_uncached(self, ids: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Why:
         if len(args) > 1:
-            return "positional arguments after generation_config are not read; pass them by name"
+            return Uncached.POSITIONAL.told()
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.shape[1]:
-            return "there are no input_ids"
+            return Uncached.NO_IDS.told()
         if unknown := sorted(n for n, v in kwargs.items() if v is not None and n not in _HARMLESS):
-            return f"{', '.join(unknown)} given, which may shape the prompt's KV"
+            return Uncached.UNKNOWN.told(names=", ".join(unknown))
         settings = self._settings(args, kwargs)
         if ids.shape[0] != 1 or (settings.get("num_beams") or 1) > 1 or (settings.get("num_return_sequences") or 1) > 1:
-            return "only one sequence at a time is cached, without beams"
+            return Uncached.SEVERAL.told()
         if reason := _why_masked(ids, kwargs.get("attention_mask"), settings):
             return reason
         if given := [name for name in _FOREIGN if settings.get(name) is not None]:
-            return f"{', '.join(given)} given"
+            return Uncached.FOREIGN.told(names=", ".join(given))
         if settings.get("token_healing"):
-            return "token_healing changes the prompt after it is looked up"
+            return Uncached.HEALED.told()
         if settings.get("use_cache") is False:
-            return "use_cache is off"
+            return Uncached.NO_CACHE.told()
         if settings.get("return_dict_in_generate"):
-            return "return_dict_in_generate would hand out the cache's own memory"
+            return Uncached.HANDED_OUT.told()
         if self.engine.pipeline.model.form.own is not None:
-            return "the model has a cache of its own, which generate makes itself"
+            return Uncached.OWN_CACHE.told()
         if self.engine.pipeline.model.runner.cache_name != "past_key_values":
-            return "the model's argument for its state is not past_key_values, which generate gives: use Engine"
+            return Uncached.OTHER_ARGUMENT.told()
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
-            return "kernels='own' keep neither attentions nor hidden states"
+            return Uncached.ATTENTIONS.told()
         if torch.is_autocast_enabled(self.engine.pipeline.model.runner.device.type):
-            return "autocast is on, which computes in another precision"
+            return Uncached.AUTOCAST.told()
         if self.engine.pipeline.config.reuse is Reuse.OFF:
-            return "reuse is off"
+            return Uncached.REUSE_OFF.told()
         return self.engine.pipeline.uncached_reason(self._length_limit(int(ids.shape[1]), settings))
 
     def _settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,15 +207,15 @@ class Attached:
         return limit if window is None else max(min(limit, window), length + 1)
 
 
-def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[str, Any]) -> str:
+def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[str, Any]) -> Why:
     """Return why some of the tokens are hidden from the model; empty when none are."""
     if mask is not None:
-        return "" if bool(mask.all()) else "the attention mask hides tokens (padding)"
+        return CACHED if bool(mask.all()) else Uncached.PADDED.told()
     pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     if pad is not None and pad not in ends and bool((ids == pad).any()):
-        return "without an attention mask, transformers takes the pad tokens in the prompt for padding"
-    return ""
+        return Uncached.PAD_TOKENS.told()
+    return CACHED
 
 
 def attach(

@@ -21,6 +21,7 @@ from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.results import Miss
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, SERIAL_TAIL, Grid, Serial
 from keepwarm.core.spans import MissReason, Segment
+from keepwarm.core.uncached import Why
 from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
 
@@ -185,7 +186,7 @@ class Misses:
         blocks = sum(plan.miss_at < end <= reachable for end in linked.blocks.ends)
         return self._told(linked.prompt, seen, blocks, max(0, reachable - plan.miss_at))
 
-    def uncached(self, prompt: Compiled, why: str) -> Miss:
+    def uncached(self, prompt: Compiled, why: Why) -> Miss:
         """Return the record of a request that runs without the cache, for the given reason."""
         return self._told(prompt, _Seen(0, MissReason.UNCACHEABLE, why), 0, 0)
 

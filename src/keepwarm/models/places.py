@@ -23,8 +23,18 @@ def model_folder(name: str | Path) -> Path | None:
     """Return the folder that a name stands for; None for a name that may be a hub id. Raises ModelNotFound for a folder
     without a model, and for a path without a folder."""
     folder = Path(name).expanduser()
+    try:
+        return _model_folder(str(name), folder)
+    except OSError as error:  # a folder above it is shut, a name is too long
+        raise ModelNotFound(
+            f"{folder} cannot be looked at ({error.strerror or error}): fix the owner and permissions of the folders "
+            "above it, or pass another folder"
+        ) from None
+
+
+def _model_folder(name: str, folder: Path) -> Path | None:
     if not folder.is_dir():
-        if folder.is_absolute() or str(name).startswith((".", "~")):
+        if folder.is_absolute() or name.startswith((".", "~")):
             raise ModelNotFound(f"no model folder at {folder}; pass a folder with config.json, a hub id, or 'demo'")
         return None
     if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):

@@ -56,6 +56,25 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
 
 
+def missing_weights(folder: Path) -> str:
+    """Return what lacks of a folder's weights, by its indexes of several files; empty when nothing does.
+
+    Reads no weights. A link to a file that is not there is no file. Raises OSError and ValueError for a bad index.
+    """
+    shards: set[str] = set()
+    lacking = ""
+    for index in sorted(folder.glob("*.index.json")):
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in named if not (folder / name).exists()]
+        if not absent:
+            return ""
+        shards.update(named)
+        lacking = f"{len(absent)} of {len(named)} files of weights are missing ({absent[0]})"
+    if any(path.exists() and path.name not in shards for path in weight_files(folder)):
+        return ""  # one file has it all
+    return lacking or "there are no files of weights"
+
+
 def file_stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     """Return path, size, modification time and inode of each file: while they are the same, so are the bytes."""
     return [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]

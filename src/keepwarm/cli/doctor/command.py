@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,10 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.doctor import machine, model, ports, stores
-from keepwarm.cli.doctor.finding import Finding, worst
+from keepwarm.cli.doctor.finding import Finding, broken, looked, worst
 from keepwarm.cli.options import Device, Dtype, Json, Model, default_store, grouped, key_of
 from keepwarm.cli.stored import KeyFile, StoreFolder
 from keepwarm.config import EngineConfig
-from keepwarm.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes a while to import
     from keepwarm.serving.settings import ServeConfig
@@ -73,26 +73,34 @@ def doctor(what: What, as_json: Json = False) -> None:
 
 
 def _looked_at(what: What) -> Iterator[Finding]:
-    yield machine.machine()
-    yield machine.packages()
-    yield machine.cache_folder()
+    yield from looked("machine", machine.machine)
+    yield from looked("packages", machine.packages)
+    yield from looked("cache", machine.cache_folder)
     try:
         service = _service(what.config)
         chosen = EngineConfig.build(**service.engine | what.settings)
         secret, models = key_of(chosen.store_key_file), _models(what, service)
-    except ConfigError as error:
-        yield Finding("settings", "fail", str(error), "mend the option, variable or file that it names")
+    except Exception as error:
+        yield broken("settings", error, "mend the option, variable or file that it names")
+        yield from looked("kernels", machine.kernels)
         return
     named = f"options, environment and {what.config}" if what.config else "options and environment"
     yield Finding("settings", "ok", f"{named} are understood")
-    yield machine.kernels()
-    yield (device := machine.device(chosen.device))
-    yield from stores.store(chosen.store or default_store(), secret, chosen.max_disk)
-    yield from stores.remotes(chosen.remote_urls)
-    can_load = what.load and device.status != "fail"
+    yield from looked("kernels", machine.kernels)
+    yield from (devices := looked("device", lambda: machine.device(chosen.device)))
+    yield from looked("store", lambda: stores.store(_store(chosen), secret, chosen.max_disk))
+    yield from looked("remote", lambda: stores.remotes(chosen.remote_urls))
+    can_load = what.load and worst(devices) != "fail"
     for source, settings in models:
-        yield model.loaded(source, settings.dtype, settings.device) if can_load else model.named(source)
-    yield ports.port(service.server.host, service.server.port)
+        look = (
+            partial(model.loaded, source, settings.dtype, settings.device) if can_load else partial(model.named, source)
+        )
+        yield from looked("model", look)
+    yield from looked("port", lambda: ports.port(service.server.host, service.server.port))
+
+
+def _store(chosen: EngineConfig) -> stores.Named:
+    return stores.Named(chosen.store or default_store(), chosen.store_key_file)
 
 
 def _service(config: Path | None) -> ServeConfig:

@@ -12,6 +12,8 @@ from pathlib import Path
 from keepwarm.cli import output
 from keepwarm.cli.doctor.finding import Finding
 from keepwarm.config import cache_dir
+from keepwarm.core.levels import VARIABLE
+from keepwarm.errors import ConfigError
 from keepwarm.runtime.processor import cpu_flags
 
 _LITTLE_MEMORY = 2 << 30  # bytes; the demo model with its KV takes about half of it
@@ -31,7 +33,11 @@ def machine() -> Finding:
     seen = [f"{platform.system()} on {platform.machine()}", output.counted(_cores(), "core")]
     if whole:
         seen.append(f"{output.in_bytes(free)} of {output.in_bytes(whole)} of memory free")
-    detail = ", ".join([*seen, f"Python {platform.python_version()}", *_versions()])
+    versions = _versions()
+    told = [f"{package} {found or 'not installed'}" for package, found in versions.items()]
+    detail = ", ".join([*seen, f"Python {platform.python_version()}", *told])
+    if missing := [package for package in ("torch", "transformers") if not versions[package]]:
+        return Finding("machine", "fail", detail, f"pip install {' '.join(missing)}")
     if whole and free < _LITTLE_MEMORY:
         return Finding(
             "machine", "warn", detail, "little memory is free: close programs, or cap KV with --max-ram 256MiB"
@@ -52,12 +58,11 @@ def packages() -> Finding:
 def cache_folder() -> Finding:
     """The folder of what can be made again: the demo model, compiled kernels."""
     folder = cache_dir()
-    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    above = next(parent for parent in (folder, *folder.absolute().parents) if os.path.exists(parent))
     detail = f"{folder} (KEEPWARM_CACHE names another one)"
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        return Finding(
-            "cache", "fail", f"{detail}: {above} cannot be written", "name another folder with KEEPWARM_CACHE"
-        )
+        cure = "name another folder with KEEPWARM_CACHE"
+        return Finding("cache", "fail", f"{detail}: {above} cannot be written", cure)
     free = shutil.disk_usage(above).free
     detail += f", {output.in_bytes(free)} free on its disk"
     if free < _CACHE_SPACE:
@@ -68,10 +73,14 @@ def cache_folder() -> Finding:
 def kernels() -> Finding:
     """Keepwarm's own kernels for the processor, compiled now if they were not yet."""
     units = _units()
-    import torch  # noqa: F401 - the kernels share its OpenMP runtime
-
+    _need_torch()  # the kernels share its OpenMP runtime
     from keepwarm.runtime.native.build import kernels as build
+    from keepwarm.runtime.native.build import level
 
+    try:
+        level()
+    except ConfigError as error:
+        return Finding("kernels", "fail", str(error), f"name one of them with {VARIABLE}, or unset it")
     with output.working("looking at the kernels; the first time, they are compiled"):
         found = build()
     if found is None:
@@ -86,6 +95,7 @@ def kernels() -> Finding:
 
 def device(asked: str | None) -> Finding:
     """The device that models run on. `asked`: the one that is named in the settings."""
+    _need_torch()
     import torch
 
     present = ["cpu"]
@@ -125,14 +135,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _versions() -> list[str]:
-    found = []
+def _versions() -> dict[str, str]:
+    """The versions of packages; empty for one that is not installed."""
+    found = {}
     for package in ("keepwarm", "torch", "transformers"):
         try:
-            found.append(f"{package} {version(package)}")
+            found[package] = version(package)
         except PackageNotFoundError:
-            found.append(f"{package} not installed")
+            found[package] = ""
     return found
+
+
+def _need_torch() -> None:
+    """Import torch. Raises ImportError, whatever is broken in it."""
+    try:
+        import torch  # noqa: F401
+    except Exception as error:
+        raise ImportError(f"torch cannot be imported ({error})") from error
 
 
 def _memory() -> tuple[int, int]:

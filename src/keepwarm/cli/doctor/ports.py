@@ -8,7 +8,7 @@ from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 from keepwarm.cli.doctor.finding import Finding
-from keepwarm.errors import ConfigError
+from keepwarm.errors import CannotListen
 
 _ASKING = 2.0  # seconds
 
@@ -21,23 +21,18 @@ def port(host: str, number: int) -> Finding:
     try:
         for one in listen(host, number):
             one.close()
-    except ConfigError as error:
-        if (health := _health(host, number)) is not None:
+    except CannotListen as error:
+        if error.busy and (health := _health(host, number)) is not None:
             return Finding("port", "ok", f"a Keepwarm server answers at {where}: {health}")
-        busy = "in use" in str(error)
-        return Finding(
-            "port",
-            "warn" if busy else "fail",
-            str(error).partition(":")[0],
-            "name another one: keepwarm serve --port 8001",
-        )
+        return Finding("port", "warn" if error.busy else "fail", error.seen, error.cure)
     return Finding("port", "ok", f"{where} is free for `keepwarm serve`")
 
 
 def _health(host: str, number: int) -> str | None:
     """The state of a Keepwarm server there; None when something else listens."""
+    address = f"[{host}]" if ":" in host else host
     try:
-        with build_opener(ProxyHandler({})).open(f"http://{host}:{number}/health", timeout=_ASKING) as response:
+        with build_opener(ProxyHandler({})).open(f"http://{address}:{number}/health", timeout=_ASKING) as response:
             found: Any = json.load(response)
     except (OSError, HTTPException, ValueError):
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import sqlite3
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from keepwarm.cli import output
@@ -30,24 +32,44 @@ _PING = 5.0  # seconds that a remote may take to answer
 _LOCKS = {"lock": "opening or rebuilding", TURNS: "writing to"}
 
 
-def store(folder: Path, secret: bytes | None, max_disk: int) -> list[Finding]:
+@dataclass(frozen=True)
+class Named:
+    """A store, as commands name it."""
+
+    folder: Path
+    key_file: Path | None = None
+
+    @property
+    def quoted(self) -> str:
+        """The folder, for a shell."""
+        return shlex.quote(str(self.folder))
+
+    def command(self, said: str) -> str:
+        """A command line of ours about this store."""
+        key = f" --store-key-file {shlex.quote(str(self.key_file))}" if self.key_file else ""
+        return f"`keepwarm {said} --store {self.quoted}{key}`"
+
+
+def store(named: Named, secret: bytes | None, max_disk: int) -> list[Finding]:
     """Look at a store's folder. `secret`: the key it is opened with. `max_disk`: its cap in bytes."""
     try:
-        return _looked_at(folder, secret, max_disk)
+        return _looked_at(named, secret, max_disk)
     except OSError as error:  # a folder above it is shut, a name is too long, a disk fails
         cure = "name another folder with --store, or fix its owner and permissions"
-        return [Finding("store", "fail", f"{folder} cannot be looked at: {error.strerror or error}", cure)]
+        return [Finding("store", "fail", f"{named.folder} cannot be looked at: {error.strerror or error}", cure)]
 
 
-def _looked_at(folder: Path, secret: bytes | None, max_disk: int) -> list[Finding]:
+def _looked_at(named: Named, secret: bytes | None, max_disk: int) -> list[Finding]:
+    folder = named.folder
     if not folder.exists():
-        return [_missing(folder), _space(folder, 0, max_disk)]
-    found = _permissions(folder)
+        return [_missing(folder), _space(named, 0, max_disk)]
+    found = _permissions(named)
     if found.status == "fail":
         return [found]
+    space = _space(named, size_of(folder), max_disk)
     if not (folder / RUNS).is_dir():
-        return [found, _space(folder, size_of(folder), max_disk)]
-    return [found, _space(folder, size_of(folder), max_disk), _locks(folder), _contents(folder, secret)]
+        return [found, space]
+    return [found, space, _locks(named), _contents(named, secret)]
 
 
 def _missing(folder: Path) -> Finding:
@@ -60,7 +82,8 @@ def _missing(folder: Path) -> Finding:
     )
 
 
-def _permissions(folder: Path) -> Finding:
+def _permissions(named: Named) -> Finding:
+    folder = named.folder
     if not folder.is_dir():
         return Finding("store", "fail", f"{folder} is a file", "name another folder with --store")
     if (kind := network_file_system(folder)) is not None:
@@ -73,24 +96,30 @@ def _permissions(folder: Path) -> Finding:
     places = [folder, *(folder / name for name in (RUNS, QUARANTINE) if (folder / name).exists())]
     shut = [str(place) for place in places if not os.access(place, os.R_OK | os.W_OK | os.X_OK)]
     if shut:
-        cure = f'make them this user\'s (chown -R "$(id -u)" {folder}), or name another folder with --store'
+        cure = f'make them this user\'s (chown -R "$(id -u)" {named.quoted}), or name another folder with --store'
         return Finding("store", "fail", f"not readable and writable for this user: {', '.join(shut)}", cure)
     if folder.stat().st_mode & 0o077:
         return Finding(
             "store",
             "warn",
             f"{folder} is open to other users of this machine, and it holds what prompts say",
-            f"chmod 700 {folder}",
+            f"chmod 700 {named.quoted}",
         )
     return Finding("store", "ok", f"{folder}, for this user alone")
 
 
-def _space(folder: Path, used: int, max_disk: int) -> Finding:
+def _space(named: Named, used: int, max_disk: int) -> Finding:
+    folder = named.folder
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(above).free
     detail = f"{output.in_bytes(used)} of {output.in_bytes(max_disk)} used, {output.in_bytes(free)} free on the disk"
     if free < _LITTLE_SPACE:
-        cure = "the disk is nearly full: `keepwarm gc --max-disk 1GiB` frees space; else nothing more is stored"
+        cure = (
+            f"{named.command('gc --max-disk 1GiB')} frees space"
+            if used
+            else "make room there, or name a folder on another one with --store"
+        )
+        cure = f"the disk is nearly full: {cure}; else nothing more is stored"
         return Finding("space", "warn", detail, cure)
     if free < max_disk - used:
         cure = f"the disk is full before the cap is reached: --max-disk {max(1, (used + free) // 2 >> 30)}GiB fits it"
@@ -98,13 +127,12 @@ def _space(folder: Path, used: int, max_disk: int) -> Finding:
     return Finding("space", "ok", detail)
 
 
-def _locks(folder: Path) -> Finding:
-    held = [f"a process has been {what} the store" for name, what in _LOCKS.items() if _is_held(folder / name)]
+def _locks(named: Named) -> Finding:
+    held = [f"a process has been {what} the store" for name, what in _LOCKS.items() if _is_held(named.folder / name)]
     if held:
         detail = f"{' and '.join(held)} for {_PATIENCE:g} s"
-        return Finding(
-            "locks", "warn", detail, "a purge or a repair may take longer; else find the process: fuser -v FOLDER/*"
-        )
+        cure = f"a purge or a repair may take longer; else find the process: fuser -v {named.quoted}/*"
+        return Finding("locks", "warn", detail, cure)
     return Finding("locks", "ok", "none is held")
 
 
@@ -128,31 +156,33 @@ def _is_held(path: Path) -> bool:
         os.close(fd)
 
 
-def _contents(folder: Path, secret: bytes | None) -> Finding:
+def _contents(named: Named, secret: bytes | None) -> Finding:
     try:
-        found = survey(folder)
+        found = survey(named.folder)
         if not found.unreadable:
-            check_store_key(folder, StoreKey(secret) if secret else None)
+            check_store_key(named.folder, StoreKey(secret) if secret else None)
     except StoreLocked as error:
         return Finding("contents", "fail", str(error), "give the key it was made with: --store-key-file")
     except (StoreError, OSError, sqlite3.Error) as error:
         return Finding("contents", "fail", str(error), "see the message; another folder is named with --store")
-    return _told(found)
+    return _told(named, found)
 
 
-def _told(found: Survey) -> Finding:
+def _told(named: Named, found: Survey) -> Finding:
     damage = [each for each in found.findings if each.is_damage]
     left = [each for each in found.findings if not each.is_damage]
     runs = output.counted(len(found.rows), "run")
     if damage:
         first = f"{damage[0].kind}: {damage[0].detail}"
         detail = f"{runs}, {output.counted(len(damage), 'damaged thing')} ({first})"
-        return Finding("contents", "fail", detail, "`keepwarm verify --repair` takes them out of use")
+        return Finding("contents", "fail", detail, f"{named.command('verify --repair')} takes them out of use")
     if left:
         weight = output.in_bytes(sum(each.nbytes for each in left))
         detail = f"{runs}, and {output.counted(len(left), 'leftover')} of {weight} ({left[0].kind}: {left[0].detail})"
-        return Finding("contents", "warn", detail, "`keepwarm gc` removes them")
-    return Finding("contents", "ok", f"{runs}; catalogue and files agree. `keepwarm verify` also reads every byte")
+        return Finding("contents", "warn", detail, f"{named.command('gc')} removes them")
+    return Finding(
+        "contents", "ok", f"{runs}; catalogue and files agree. {named.command('verify')} also reads every byte"
+    )
 
 
 def remotes(urls: Sequence[str]) -> list[Finding]:
