@@ -44,16 +44,18 @@ def config(model: Path) -> OffloadingConfig:
 class Tier:
     """A tier over a primary memory of its own, driven as the tiering manager drives it."""
 
-    def __init__(self, model: Path, store: Path) -> None:
+    def __init__(self, model: Path, store: Path, told: OffloadingConfig | None = None, **settings: Any) -> None:
+        """`told` is what vLLM says of itself."""
         self.memory = np.zeros((SLOTS, CHUNK), np.uint8)
         named = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering"}
         kind = SecondaryTierFactory.get_tier_class(named)
         self.tier = kind(
-            SimpleNamespace(config=config(model)),
+            SimpleNamespace(config=told or config(model)),
             memoryview(self.memory),
             "KeepwarmTier",
             store=str(store),
             max_disk="64MiB",
+            **settings,
         )
         self.request = ReqContext("request")
         self.tier.on_new_request(self.request)
@@ -205,3 +207,30 @@ def test_what_vllm_does_not_tell_the_tier_is_told_by_settings(tmp_path: Path, mo
     assert name(hf_overrides={}) == plain
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert name() != plain
+
+
+def test_chunks_of_another_configuration_are_not_found(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's users reported of its own tiers (`test_reports.py`): another layout of pages (#55904), another number
+    of ranks (#55191), another RoPE (#56311), batch-invariant mode (#58263)."""
+    key, store = make_offload_key(bytes(32), 0), tmp_path / "store"
+    plain = replace(config(demo_folder), kv_cache_layout="LBNHC")
+
+    def found(told: OffloadingConfig = plain, **settings: Any) -> bool:
+        tier = Tier(demo_folder, store, told, **settings)
+        try:
+            return tier.find(key)
+        finally:
+            tier.tier.shutdown()
+
+    first = Tier(demo_folder, store, plain)
+    assert first.move([key], [0], load=False).success
+    first.tier.shutdown()
+    assert found()
+    assert not found(replace(plain, kv_cache_layout="LBHNC"))
+    ranks = replace(plain.parallel, tp_size=2, world_size=2)
+    assert not found(replace(plain, parallel=ranks))  # even where vLLM holds that the bytes do not depend on it
+    assert not found(hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not found()

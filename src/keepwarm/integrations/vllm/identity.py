@@ -99,7 +99,7 @@ def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> lis
         config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
-        rope=canonical_json(as_json(getattr(loaded.get_text_config(), "rope_parameters", None))),
+        rope=canonical_json(_rope(loaded, model)),
         tokenizer="ids",  # KV belongs to token ids; their text is vLLM's concern
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -128,6 +128,15 @@ def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> lis
         )
         for rank, of in enumerate(facts)
     ]
+
+
+def _rope(loaded: Any, model: Any) -> Any:
+    """Return what vLLM computes positions with. Under LongRoPE its layers choose between two sets of factors by the
+    length that the model is given, as asked for or, if it was -1, as it fits into memory."""
+    told = as_json(getattr(loaded.get_text_config(), "rope_parameters", None))
+    if "longrope" not in canonical_json([told, as_json(model.hf_overrides)]):
+        return told
+    return [told, {"lengths": [model.original_max_model_len, model.max_model_len]}]
 
 
 def _state_dtypes(cache: Any) -> dict[str, str]:
