@@ -105,8 +105,14 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         answers = settings.save_generated
         if is_plain(self._groups):
             on_device = not is_host(str(self._vllm_config.device_config.device_type))
+            events = self._vllm_config.kv_events_config
             return SchedulerHalf(
-                self._archive, namespaces, self._page_size, save_generated=answers, on_device=on_device
+                self._archive,
+                namespaces,
+                self._page_size,
+                save_generated=answers,
+                on_device=on_device,
+                publishes=events is not None and bool(events.enable_kv_cache_events),
             )
         least = settings.min_store_tokens
         return PartsScheduler(self._archive, namespaces, self._groups, save_generated=answers, min_tokens=least)
