@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from keepwarm.core.identity import Namespace
-from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain
+from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain, is_replicated
 from keepwarm.integrations.vllm.hybrid.messages import PartsStep
 from keepwarm.integrations.vllm.hybrid.naming import group_namespace
 from keepwarm.integrations.vllm.hybrid.scheduler import PartsScheduler
@@ -65,6 +65,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         self._groups = groups_of(kv_cache_config, vllm_config)
+        self._is_replicated = is_replicated(kv_cache_config, vllm_config.parallel_config)
         self._page_size = vllm_config.cache_config.block_size
         self._settings = settings
         self._names: tuple[bytes, ...] = ()
@@ -88,14 +89,17 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         rank = self._worker_rank()
         timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
         if is_plain(self._groups):
+            tp = self._vllm_config.parallel_config.tensor_parallel_size
+            stores = not (self._is_replicated and rank % tp)
             return WorkerHalf(
                 self._archive,
                 namespaces[rank],
                 rank,
                 self._page_size,
                 timeout=timeout,
-                keeps=keeps,
+                keeps=keeps and (stores or settings.store is None),  # a folder is filled by one rank
                 at_once=bool(self._kv_cache_config.needs_kv_cache_zeroing),
+                stores=stores,
             )
         return PartsWorker(self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps)
 
@@ -128,7 +132,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _named(self, facts: Sequence[Facts]) -> list[Namespace]:
         """Return the shards' namespaces, and note their names."""
-        namespaces = shard_namespaces(self._vllm_config, self._page_size, facts)
+        namespaces = shard_namespaces(self._vllm_config, self._page_size, facts, replicated=self._is_replicated)
         self._names = tuple(namespace.exact_root for namespace in namespaces)
         return namespaces
 

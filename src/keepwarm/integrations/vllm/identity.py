@@ -82,11 +82,13 @@ def _device(kind: str) -> tuple[str, str]:
     return str(current_platform.get_device_name(number)), capability.as_version_str() if capability else ""
 
 
-def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> list[Namespace]:
+def shard_namespaces(
+    config: Any, page_size: int, facts: Sequence[Facts], *, replicated: bool = False
+) -> list[Namespace]:
     """Return one namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
 
     `config` is vLLM's `VllmConfig`, `page_size` the number of tokens in its KV blocks. `facts` is what each rank knows
-    about itself.
+    about itself. `replicated`: all tensor parallel ranks hold the same KV, so their names are the same.
     """
     model, parallel = config.model_config, config.parallel_config
     loaded = _as_loaded(model)
@@ -118,16 +120,13 @@ def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> lis
         mode="eager" if model.enforce_eager else "compiled",
         producer=f"vllm {vllm.__version__}",
     )
-    return [
-        Namespace(
-            replace(
-                identity,
-                kv_layout=canonical_json(layout | of.described() | {"tp": [rank % tp, tp], "pp": [rank // tp, pp]}),
-            ),
-            replace(arithmetic, attention=of.attention),
-        )
-        for rank, of in enumerate(facts)
-    ]
+
+    def shard(rank: int, of: Facts) -> Namespace:
+        place = {"tp": ["all" if replicated else rank % tp, tp], "pp": [rank // tp, pp]}
+        kept = replace(identity, kv_layout=canonical_json(layout | of.described() | place))
+        return Namespace(kept, replace(arithmetic, attention=of.attention))
+
+    return [shard(rank, of) for rank, of in enumerate(facts)]
 
 
 def _rope(loaded: Any, model: Any) -> Any:

@@ -259,12 +259,13 @@ class SchedulerHalf:
     def _look_up(self, tokens: TokenIds, keys: dict[int, bytes], variant: str) -> _Found:
         """Return the longest prefix that every rank has. Called from several threads."""
         cuts = range(self._page_size, len(tokens) + 1, self._page_size)
-        count, found = len(cuts), []
-        for namespace in self._namespaces:
+        count = len(cuts)
+        found: dict[bytes, tuple[BlockRef, ...]] = {}
+        for namespace in {each.exact_root: each for each in self._namespaces}.values():
             blocks = chain(tokens, cuts, variant_of(namespace, variant), keys)
-            found.append(self._archive.lookup(blocks.exact[:count]))
-            count = len(found[-1])
-        return tuple(refs[:count] for refs in found)
+            found[namespace.exact_root] = refs = self._archive.lookup(blocks.exact[:count])
+            count = len(refs)
+        return tuple(found[namespace.exact_root][:count] for namespace in self._namespaces)
 
     def _stored_pages(self, prefix: Prefix) -> int:
         """Return how many leading pages of a prefix every rank has. Called from several threads."""

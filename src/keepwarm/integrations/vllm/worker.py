@@ -44,9 +44,11 @@ class WorkerHalf:
         timeout: float,
         keeps: bool,
         at_once: bool = False,
+        stores: bool = True,
     ) -> None:
         """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier. `at_once`:
-        vLLM may write to pages before it tells that they changed owners, so a device's saves must not wait."""
+        vLLM may write to pages before it tells that they changed owners, so a device's saves must not wait. Without
+        `stores` another rank stores the same KV, and this one only loads."""
         self._archive = archive
         self._namespace = namespace
         self._rank = rank
@@ -54,6 +56,7 @@ class WorkerHalf:
         self._timeout = timeout
         self._keeps = keeps
         self._at_once = at_once
+        self._stores = stores
         self._memory: Pages | DevicePages | None = None
         self._deferred: DeferredSaves | None = None  # on a device
         self._loader = ThreadPoolExecutor(_LOADERS, thread_name_prefix="keepwarm-vllm")
@@ -196,12 +199,14 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Copy the pages to store, as vLLM may overwrite them from now on. The store takes the copies later. On a
         device the copies begin with the next step."""
+        saves = step.saves if self._stores else [save.of_nothing() for save in step.saves]
         if self._deferred is not None:
-            self._deferred.defer(step.saves)
+            self._deferred.defer(saves)
             return
-        for save in step.saves:
+        for save in saves:
             try:
-                self._save(save)
+                if self._stores:
+                    self._save(save)
             except Exception as error:  # requests must not fail because of this
                 log.warning("saving %d tokens failed: %s", len(save.prefix.tokens) - save.start, error)
             if save.last:
