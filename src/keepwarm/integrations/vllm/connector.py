@@ -30,6 +30,7 @@ from keepwarm.integrations.vllm.hybrid.naming import group_namespace
 from keepwarm.integrations.vllm.hybrid.scheduler import PartsScheduler
 from keepwarm.integrations.vllm.hybrid.worker import PartsWorker
 from keepwarm.integrations.vllm.identity import Facts, shard_namespaces, tell_of_others
+from keepwarm.integrations.vllm.label import label_of
 from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
 from keepwarm.integrations.vllm.scheduler import SchedulerHalf
@@ -87,6 +88,8 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _make_worker(self, settings: ConnectorSettings, namespaces: list[Namespace]) -> WorkerHalf | PartsWorker:
         rank = self._worker_rank()
+        label = label_of(self._vllm_config, batch_invariant=self._facts.batch_invariant)
+        log.info("KV from the store is labelled %s", label.label)
         timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
         if is_plain(self._groups):
             tp = self._vllm_config.parallel_config.tensor_parallel_size
@@ -100,8 +103,11 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 keeps=keeps and (stores or settings.store is None),  # a folder is filled by one rank
                 at_once=bool(self._kv_cache_config.needs_kv_cache_zeroing),
                 stores=stores,
+                label=label,
             )
-        return PartsWorker(self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps)
+        return PartsWorker(
+            self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps, label=label
+        )
 
     def _make_scheduler(
         self, settings: ConnectorSettings, namespaces: list[Namespace]

@@ -13,6 +13,7 @@ import torch
 
 from keepwarm.core.blocks import Chain, chain
 from keepwarm.core.identity import Namespace
+from keepwarm.core.spans import Exactness
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.counts import TransferStats
 from keepwarm.integrations.vllm.deferred_saves import DeferredSaves
@@ -45,10 +46,11 @@ class WorkerHalf:
         keeps: bool,
         at_once: bool = False,
         stores: bool = True,
+        label: Exactness = Exactness.PREFIX,
     ) -> None:
         """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier. `at_once`:
         vLLM may write to pages before it tells that they changed owners, so a device's saves must not wait. Without
-        `stores` another rank stores the same KV, and this one only loads."""
+        `stores` another rank stores the same KV, and this one only loads. `label` is that of what is loaded."""
         self._archive = archive
         self._namespace = namespace
         self._rank = rank
@@ -65,7 +67,7 @@ class WorkerHalf:
         self._apart: dict[str, Loading | DeviceLoading] = {}
         self._failed: set[int] = set()
         self._saved: set[str] = set()
-        self.stats = TransferStats()
+        self.stats = TransferStats(label)
 
     def register(self, views: Mapping[str, torch.Tensor], count: int | None = None) -> None:
         """Note vLLM's `count` pages: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
