@@ -91,7 +91,7 @@ def shard_namespaces(
     about itself. `replicated`: all tensor parallel ranks hold the same KV, so their names are the same.
     """
     model, parallel = config.model_config, config.parallel_config
-    loaded = _as_loaded(model)
+    loaded = as_loaded(model)
     described = {k: v for k, v in loaded.to_dict().items() if k not in _NOISE}
     described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
     if model.hf_overrides:
@@ -133,9 +133,15 @@ def _rope(loaded: Any, model: Any) -> Any:
     """Return what vLLM computes positions with. Under LongRoPE its layers choose between two sets of factors by the
     length that the model is given, as asked for or, if it was -1, as it fits into memory."""
     told = as_json(getattr(loaded.get_text_config(), "rope_parameters", None))
-    if "longrope" not in canonical_json([told, as_json(model.hf_overrides)]):
+    if not has_long_rope(loaded, model):
         return told
     return [told, {"lengths": [model.original_max_model_len, model.max_model_len]}]
+
+
+def has_long_rope(loaded: Any, model: Any) -> bool:
+    """Whether a model, of which `loaded` is the configuration as in its files, has LongRoPE."""
+    told = as_json(getattr(loaded.get_text_config(), "rope_parameters", None))
+    return "longrope" in canonical_json([told, as_json(model.hf_overrides)])
 
 
 def _state_dtypes(cache: Any) -> dict[str, str]:
@@ -149,7 +155,7 @@ def _state_dtypes(cache: Any) -> dict[str, str]:
     }
 
 
-def _as_loaded(model: Any) -> Any:
+def as_loaded(model: Any) -> Any:
     """Return a model's configuration as in its files. Some of vLLM's models change theirs when they are built, which
     happens only in the workers: their names would differ from those that the scheduler looks up. Raises ConfigError for
     overrides that are code, as no name covers what they do."""
