@@ -71,7 +71,8 @@ def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Pat
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.connect(endpoint)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        steps = ask([HEAD]), ask([prompt]), ask(SALTED, salt="a")
+        later = {"sleep": 1}, ask([ids(8, 2)])  # a step publishes what is stored by then
+        steps = ask([HEAD]), ask([prompt]), ask(SALTED, salt="a"), *later
         run({"store": str(tmp_path / "store"), "max_disk": "1GiB"}, *steps, events=endpoint)
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
         while socket.poll(2000):

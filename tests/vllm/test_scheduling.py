@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ pytest.importorskip("vllm")
 
 from tests.helpers.vllm_process import ids
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_events import EventBatch, EventPublisher
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -24,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from keepwarm.core.blocks import chain, token_ids
+from keepwarm.integrations.vllm.variants import variant_of
 from keepwarm.testing.kv import UNEVEN, MemoryKV
 
 PAGE = 32
@@ -47,6 +50,7 @@ def scheduler(config: Any, tmp_path: Path) -> Any:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"store": str(tmp_path / "store"), "max_ram": 0},
     )
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.cache_config.num_gpu_blocks = 8
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     pages = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
@@ -97,10 +101,10 @@ def test_pages_that_are_being_copied_are_waited_for(scheduler: Any) -> None:
     assert two.num_computed_tokens == before + 1
 
 
-def store(scheduler: Any, asked: Request) -> None:
-    """Put the KV of a prompt's whole pages into the store."""
+def store(scheduler: Any, asked: Request, end: int | None = None) -> None:
+    """Put the KV of a prompt's whole pages into the store, or of those up to `end`."""
     half = scheduler.connector._scheduler
-    (space,), tokens = half._namespaces, token_ids(asked.prompt_token_ids)
+    (space,), tokens = half._namespaces, token_ids(asked.prompt_token_ids[:end])
     blocks = chain(tokens, range(PAGE, len(tokens) + 1, PAGE), space)
     half._archive.put(MemoryKV.random(UNEVEN, len(tokens), 0), blocks, space)
     half._archive.flush()
@@ -172,3 +176,73 @@ def test_a_preempted_prompt_is_saved_from_the_pages_it_has_then(
     assert not {block.block_id for block in taken} & set(saves[-1].prefix.pages)
     assert saves[-1].prefix.pages[:2] == saves[0].prefix.pages
     assert len(set(saves[-1].prefix.pages)) == 4
+
+
+class Published(EventPublisher):  # type: ignore[misc]  # vLLM has no types
+    """What vLLM publishes, of what is stored."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, events: EventBatch) -> None:
+        self.events += [event for event in events.events if event.medium == "STORAGE"]
+
+    def shutdown(self) -> None:
+        pass
+
+
+def published(scheduler: Any, *, count: int = 1) -> list[Any]:
+    """What is published by steps, until there is something or enough time for it went by."""
+    looked = time.monotonic() + (20 if count else 0.5)
+    while len(scheduler.kv_event_publisher.events) < count or not count:
+        step(scheduler)
+        if time.monotonic() > looked:
+            break
+        time.sleep(0.01)
+    return list(scheduler.kv_event_publisher.events)
+
+
+def test_what_is_not_stored_yet_is_not_published(scheduler: Any) -> None:
+    scheduler.kv_event_publisher = Published()
+    one = request("one", 3 * PAGE - 1, 1, 60)
+    scheduler.add_request(one)
+    (save,) = step(scheduler).kv_connector_metadata.saves
+    assert len(save.prefix.tokens) == 2 * PAGE
+    assert published(scheduler, count=0) == []
+    store(scheduler, one)
+    (event,) = published(scheduler)
+    assert event.token_ids == one.prompt_token_ids[: 2 * PAGE]
+    assert len(event.block_hashes) == 2
+
+
+def test_what_is_stored_in_part_is_published_in_part(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may drop or refuse the rest; it is waited for, but not for ever."""
+    monkeypatch.setattr("keepwarm.integrations.vllm.events.PATIENCE", 1.0)
+    scheduler.kv_event_publisher = Published()
+    one, two = request("one", 3 * PAGE - 1, 1, 60), request("two", 2 * PAGE - 1, 2, 60)
+    scheduler.add_request(one)
+    scheduler.add_request(two)
+    assert len(step(scheduler).kv_connector_metadata.saves) == 2
+    store(scheduler, one, PAGE)
+    (event,) = published(scheduler)
+    assert event.token_ids == one.prompt_token_ids[:PAGE]
+    assert (len(event.block_hashes), len(event.extra_keys or [None])) == (1, 1)
+    assert not any(held.first == 0 for held in scheduler.connector._scheduler._events._held)
+
+
+def test_what_one_rank_lacks_is_not_published(scheduler: Any) -> None:
+    scheduler.kv_event_publisher = Published()
+    half = scheduler.connector._at_scheduler
+    one, mine = request("one", 3 * PAGE - 1, 1, 60), half._namespaces
+    half.rename([*mine, variant_of(mine[0], "another rank's")])
+    scheduler.add_request(one)
+    step(scheduler)
+    both = half._namespaces
+    half.rename(mine)
+    store(scheduler, one)
+    half.rename(both)
+    assert published(scheduler, count=0) == []
+    half.rename(both[1:])
+    store(scheduler, one)
+    half.rename(both)
+    assert len(published(scheduler)) == 1

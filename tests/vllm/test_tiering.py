@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -24,6 +30,8 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from keepwarm.errors import ConfigError
 
 CHUNK, SLOTS = 4096, 16
 
@@ -44,16 +52,18 @@ def config(model: Path) -> OffloadingConfig:
 class Tier:
     """A tier over a primary memory of its own, driven as the tiering manager drives it."""
 
-    def __init__(self, model: Path, store: Path) -> None:
+    def __init__(self, model: Path, store: Path, told: OffloadingConfig | None = None, **settings: Any) -> None:
+        """`told` is what vLLM says of itself."""
         self.memory = np.zeros((SLOTS, CHUNK), np.uint8)
         named = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering"}
         kind = SecondaryTierFactory.get_tier_class(named)
         self.tier = kind(
-            SimpleNamespace(config=config(model)),
+            SimpleNamespace(config=told or config(model)),
             memoryview(self.memory),
             "KeepwarmTier",
             store=str(store),
             max_disk="64MiB",
+            **settings,
         )
         self.request = ReqContext("request")
         self.tier.on_new_request(self.request)
@@ -205,3 +215,85 @@ def test_what_vllm_does_not_tell_the_tier_is_told_by_settings(tmp_path: Path, mo
     assert name(hf_overrides={}) == plain
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert name() != plain
+
+
+def test_chunks_of_another_configuration_are_not_found(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's users reported of its own tiers (`test_reports.py`): another layout of pages (#55904), another number
+    of ranks (#55191), another RoPE (#56311), batch-invariant mode (#58263)."""
+    key, store = make_offload_key(bytes(32), 0), tmp_path / "store"
+    plain = replace(config(demo_folder), kv_cache_layout="LBNHC")
+
+    def found(told: OffloadingConfig = plain, **settings: Any) -> bool:
+        tier = Tier(demo_folder, store, told, **settings)
+        try:
+            return tier.find(key)
+        finally:
+            tier.tier.shutdown()
+
+    first = Tier(demo_folder, store, plain)
+    assert first.move([key], [0], load=False).success
+    first.tier.shutdown()
+    assert found()
+    assert not found(replace(plain, kv_cache_layout="LBHNC"))
+    ranks = replace(plain.parallel, tp_size=2, world_size=2)
+    assert not found(replace(plain, parallel=ranks))  # even where vLLM holds that the bytes do not depend on it
+    assert not found(hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not found()
+
+
+@pytest.fixture
+def long(saved: Callable[..., Path]) -> Path:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 1024, **factors}
+    return saved("llama", hidden_size=128, head_dim=32, max_position_embeddings=4096, rope_parameters=rope)
+
+
+SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}}
+
+
+def offloading(model: Path, store: Path, tier: dict[str, Any], **settings: Any) -> Any:
+    """vLLM's offloading with Keepwarm's tier, as vLLM's scheduler makes it."""
+    from keepwarm.integrations.vllm.offloading import KeepwarmOffloadingConnector
+
+    named = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering", "store": str(store)}
+    made = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **settings).create_engine_config()
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector="KeepwarmOffloadingConnector",
+        kv_connector_module_path="keepwarm.integrations.vllm.offloading",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 1 << 22,
+            "secondary_tiers": [named | {"max_disk": "64MiB"} | tier],
+        },
+    )
+    spec = FullAttentionSpec(block_size=made.cache_config.block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    pages = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return KeepwarmOffloadingConnector(made, KVConnectorRole.SCHEDULER, pages)
+
+
+def test_the_tier_is_told_how_the_model_is_loaded(demo_folder: Path, long: Path, tmp_path: Path) -> None:
+    """Another RoPE, and another length where LongRoPE goes by it, are other names without a word from the user."""
+
+    def name(model: Path, **settings: Any) -> bytes:
+        connector = offloading(model, tmp_path / "store", {}, **settings)
+        try:
+            (tier,) = connector.connector_scheduler.manager.secondary_tiers
+            return bytes(tier._stored._namespace.exact_root)
+        finally:
+            connector.shutdown()
+
+    plain = name(demo_folder, max_model_len=1024)
+    assert name(demo_folder, max_model_len=2048) == plain
+    assert name(demo_folder, max_model_len=1024, hf_overrides=SCALED) != plain
+    assert name(long, max_model_len=1024) != name(long, max_model_len=2048)
+
+
+def test_a_tier_that_is_told_otherwise_is_refused(demo_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'hf_overrides' is .*leave it out"):
+        offloading(demo_folder, tmp_path, {"hf_overrides": SCALED})
+    with pytest.raises(ConfigError, match="no tier of type KeepwarmTier"):
+        offloading(demo_folder, tmp_path, {"type": "fs"})

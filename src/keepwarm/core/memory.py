@@ -1,7 +1,8 @@
-"""Memory of our own, for keys and values."""
+"""Memory of our own, for keys and values; and what the allocator keeps."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
 
@@ -17,3 +18,9 @@ def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def give_back() -> None:
+    """Give memory that was freed back to the system, where the C library keeps it (glibc): after a load that is much."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

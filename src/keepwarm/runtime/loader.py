@@ -18,6 +18,7 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.core.lora import Lora
+from keepwarm.core.memory import give_back
 from keepwarm.core.uncached import Why
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
@@ -184,6 +185,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         model, weights, buffers.model, tokenizer_digest(tokenizer, known), codec(config.kv_codec).identity
     )
     text = model.config.get_text_config()
+    give_back()
     return LoadedModel(
         runner=runner,
         tokenizer=tokenizer,

@@ -9,5 +9,8 @@ between the store and vLLM's pages (`loading.py` does so for one request), and `
 messages to workers. Pages on a GPU are moved by plans of copies (`device_pages.py`), on streams beside the model's
 (`device_loading.py`, `deferred_saves.py`). What moves bytes imports no vLLM.
 
+`tiering.py` is a tier of vLLM's own offloading, and `offloading.py` that offloading where the tier is told all it must
+know.
+
 `hybrid/` has the same two halves for models with several groups of pages in vLLM.
 """

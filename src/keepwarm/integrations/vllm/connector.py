@@ -24,12 +24,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from keepwarm.core.identity import Namespace
-from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain
+from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain, is_replicated
 from keepwarm.integrations.vllm.hybrid.messages import PartsStep
 from keepwarm.integrations.vllm.hybrid.naming import group_namespace
 from keepwarm.integrations.vllm.hybrid.scheduler import PartsScheduler
 from keepwarm.integrations.vllm.hybrid.worker import PartsWorker
 from keepwarm.integrations.vllm.identity import Facts, shard_namespaces, tell_of_others
+from keepwarm.integrations.vllm.label import label_of
 from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
 from keepwarm.integrations.vllm.scheduler import SchedulerHalf
@@ -65,6 +66,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         self._groups = groups_of(kv_cache_config, vllm_config)
+        self._is_replicated = is_replicated(kv_cache_config, vllm_config.parallel_config)
         self._page_size = vllm_config.cache_config.block_size
         self._settings = settings
         self._names: tuple[bytes, ...] = ()
@@ -86,18 +88,26 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _make_worker(self, settings: ConnectorSettings, namespaces: list[Namespace]) -> WorkerHalf | PartsWorker:
         rank = self._worker_rank()
+        label = label_of(self._vllm_config, batch_invariant=self._facts.batch_invariant)
+        log.info("KV from the store is labelled %s", label.label)
         timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
         if is_plain(self._groups):
+            tp = self._vllm_config.parallel_config.tensor_parallel_size
+            stores = not (self._is_replicated and rank % tp)
             return WorkerHalf(
                 self._archive,
                 namespaces[rank],
                 rank,
                 self._page_size,
                 timeout=timeout,
-                keeps=keeps,
+                keeps=keeps and (stores or settings.store is None),  # a folder is filled by one rank
                 at_once=bool(self._kv_cache_config.needs_kv_cache_zeroing),
+                stores=stores,
+                label=label,
             )
-        return PartsWorker(self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps)
+        return PartsWorker(
+            self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps, label=label
+        )
 
     def _make_scheduler(
         self, settings: ConnectorSettings, namespaces: list[Namespace]
@@ -105,8 +115,14 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         answers = settings.save_generated
         if is_plain(self._groups):
             on_device = not is_host(str(self._vllm_config.device_config.device_type))
+            events = self._vllm_config.kv_events_config
             return SchedulerHalf(
-                self._archive, namespaces, self._page_size, save_generated=answers, on_device=on_device
+                self._archive,
+                namespaces,
+                self._page_size,
+                save_generated=answers,
+                on_device=on_device,
+                publishes=events is not None and bool(events.enable_kv_cache_events),
             )
         least = settings.min_store_tokens
         return PartsScheduler(self._archive, namespaces, self._groups, save_generated=answers, min_tokens=least)
@@ -122,7 +138,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _named(self, facts: Sequence[Facts]) -> list[Namespace]:
         """Return the shards' namespaces, and note their names."""
-        namespaces = shard_namespaces(self._vllm_config, self._page_size, facts)
+        namespaces = shard_namespaces(self._vllm_config, self._page_size, facts, replicated=self._is_replicated)
         self._names = tuple(namespace.exact_root for namespace in namespaces)
         return namespaces
 

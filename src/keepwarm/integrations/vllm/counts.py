@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from keepwarm.core.spans import Exactness
+
 
 class TransferStats:
     """A worker's counts since the last `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: Exactness) -> None:
+        """`label` is that of all KV from the store."""
+        self._label = label.label
         self._data: dict[str, float] = {}
 
     def loaded(self, by_tier: Mapping[str, int], seconds: float) -> None:
         self._add("loaded_tokens", sum(by_tier.values()))
+        self._add(f"loaded_{self._label}_tokens", sum(by_tier.values()))
         self._add("load_seconds", seconds)
         for tier, tokens in by_tier.items():
             self._add(f"loaded_tokens_{tier}", tokens)

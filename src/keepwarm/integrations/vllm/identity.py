@@ -82,14 +82,16 @@ def _device(kind: str) -> tuple[str, str]:
     return str(current_platform.get_device_name(number)), capability.as_version_str() if capability else ""
 
 
-def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> list[Namespace]:
+def shard_namespaces(
+    config: Any, page_size: int, facts: Sequence[Facts], *, replicated: bool = False
+) -> list[Namespace]:
     """Return one namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
 
     `config` is vLLM's `VllmConfig`, `page_size` the number of tokens in its KV blocks. `facts` is what each rank knows
-    about itself.
+    about itself. `replicated`: all tensor parallel ranks hold the same KV, so their names are the same.
     """
     model, parallel = config.model_config, config.parallel_config
-    loaded = _as_loaded(model)
+    loaded = as_loaded(model)
     described = {k: v for k, v in loaded.to_dict().items() if k not in _NOISE}
     described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
     if model.hf_overrides:
@@ -99,7 +101,7 @@ def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> lis
         config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
-        rope=canonical_json(as_json(getattr(loaded.get_text_config(), "rope_parameters", None))),
+        rope=canonical_json(_rope(loaded, model)),
         tokenizer="ids",  # KV belongs to token ids; their text is vLLM's concern
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -118,16 +120,28 @@ def shard_namespaces(config: Any, page_size: int, facts: Sequence[Facts]) -> lis
         mode="eager" if model.enforce_eager else "compiled",
         producer=f"vllm {vllm.__version__}",
     )
-    return [
-        Namespace(
-            replace(
-                identity,
-                kv_layout=canonical_json(layout | of.described() | {"tp": [rank % tp, tp], "pp": [rank // tp, pp]}),
-            ),
-            replace(arithmetic, attention=of.attention),
-        )
-        for rank, of in enumerate(facts)
-    ]
+
+    def shard(rank: int, of: Facts) -> Namespace:
+        place = {"tp": ["all" if replicated else rank % tp, tp], "pp": [rank // tp, pp]}
+        kept = replace(identity, kv_layout=canonical_json(layout | of.described() | place))
+        return Namespace(kept, replace(arithmetic, attention=of.attention))
+
+    return [shard(rank, of) for rank, of in enumerate(facts)]
+
+
+def _rope(loaded: Any, model: Any) -> Any:
+    """Return what vLLM computes positions with. Under LongRoPE its layers choose between two sets of factors by the
+    length that the model is given, as asked for or, if it was -1, as it fits into memory."""
+    told = as_json(getattr(loaded.get_text_config(), "rope_parameters", None))
+    if not has_long_rope(loaded, model):
+        return told
+    return [told, {"lengths": [model.original_max_model_len, model.max_model_len]}]
+
+
+def has_long_rope(loaded: Any, model: Any) -> bool:
+    """Whether a model, of which `loaded` is the configuration as in its files, has LongRoPE."""
+    told = as_json(getattr(loaded.get_text_config(), "rope_parameters", None))
+    return "longrope" in canonical_json([told, as_json(model.hf_overrides)])
 
 
 def _state_dtypes(cache: Any) -> dict[str, str]:
@@ -141,7 +155,7 @@ def _state_dtypes(cache: Any) -> dict[str, str]:
     }
 
 
-def _as_loaded(model: Any) -> Any:
+def as_loaded(model: Any) -> Any:
     """Return a model's configuration as in its files. Some of vLLM's models change theirs when they are built, which
     happens only in the workers: their names would differ from those that the scheduler looks up. Raises ConfigError for
     overrides that are code, as no name covers what they do."""

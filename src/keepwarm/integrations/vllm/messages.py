@@ -65,6 +65,10 @@ class Save:
     start: int
     last: bool = False
 
+    def of_nothing(self) -> Save:
+        """Return the same save where another rank stores the KV: only the pages' release is told."""
+        return replace(self, start=len(self.prefix.tokens))
+
 
 @dataclass
 class Step:

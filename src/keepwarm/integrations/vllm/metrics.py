@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "loaded_tokens": "Tokens whose KV was loaded from Keepwarm's store",
+    "loaded_exact_tokens": "Those of them whose KV has the bits that vLLM would compute",
+    "loaded_prefix_tokens": "Those of them whose KV may differ from that in the last bits",
     "load_seconds": "Seconds that loads took, from their beginning to the last layer in place",
     "saved_tokens": "Tokens whose KV was handed to Keepwarm's store",
     "save_seconds": "Seconds that steps spent copying KV to be stored",

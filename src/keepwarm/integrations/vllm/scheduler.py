@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.request import RequestStatus
 
 from keepwarm.core.blocks import TokenIds, chain, token_ids
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef
+from keepwarm.integrations.vllm.events import StoredEvents
 from keepwarm.integrations.vllm.identity import request_keys
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.variants import variant_of
@@ -65,8 +65,10 @@ class SchedulerHalf:
         *,
         save_generated: bool,
         on_device: bool = False,
+        publishes: bool = False,
     ) -> None:
-        """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part.
+        """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part. With
+        `publishes` there are events of what was stored.
 
         With `on_device` no step waits for a load, prompts are saved while they are computed, and pages of requests that
         ended are held until workers have copied them.
@@ -80,8 +82,8 @@ class SchedulerHalf:
         self._tracked: dict[str, _Tracked] = {}
         self._last_saves: list[Save] = []
         self._apart: list[Load] = []
-        self._events: list[BlockStored] = []
         self._asking = ThreadPoolExecutor(4, thread_name_prefix="keepwarm-vllm-lookup")
+        self._events = StoredEvents(self._stored_pages, self._asking, page_size) if publishes else None
 
     def close(self) -> None:
         self._asking.shutdown(wait=False, cancel_futures=True)
@@ -227,9 +229,8 @@ class SchedulerHalf:
                 tracked.stored, tracked.failed = 0, True
 
     def take_events(self) -> list[BlockStored]:
-        """Return what was handed to the store since the last call, as vLLM's own events."""
-        events, self._events = self._events, []
-        return events
+        """Return what is known, since the last call, to be stored, as vLLM's own events."""
+        return [] if self._events is None else self._events.take()
 
     # ---- our own ----
 
@@ -258,12 +259,17 @@ class SchedulerHalf:
     def _look_up(self, tokens: TokenIds, keys: dict[int, bytes], variant: str) -> _Found:
         """Return the longest prefix that every rank has. Called from several threads."""
         cuts = range(self._page_size, len(tokens) + 1, self._page_size)
-        count, found = len(cuts), []
-        for namespace in self._namespaces:
+        count = len(cuts)
+        found: dict[bytes, tuple[BlockRef, ...]] = {}
+        for namespace in {each.exact_root: each for each in self._namespaces}.values():
             blocks = chain(tokens, cuts, variant_of(namespace, variant), keys)
-            found.append(self._archive.lookup(blocks.exact[:count]))
-            count = len(found[-1])
-        return tuple(refs[:count] for refs in found)
+            found[namespace.exact_root] = refs = self._archive.lookup(blocks.exact[:count])
+            count = len(refs)
+        return tuple(found[namespace.exact_root][:count] for namespace in self._namespaces)
+
+    def _stored_pages(self, prefix: Prefix) -> int:
+        """Return how many leading pages of a prefix every rank has. Called from several threads."""
+        return len(self._look_up(prefix.tokens, dict(prefix.extra_keys), prefix.variant)[0])
 
     def _load(self, tracked: _Tracked) -> Load:
         assert tracked.load is not None
@@ -309,31 +315,7 @@ class SchedulerHalf:
         )
 
     def _note(self, tracked: _Tracked, end: int) -> None:
-        """Note that the pages up to `end` are stored, and publish it."""
-        request, first, last = tracked.request, tracked.stored // self._page_size, end // self._page_size
-        hashes = [maybe_convert_block_hash(known) for known in request.block_hashes[:last]]
-        if len(hashes) == last:
-            lora = request.lora_request.lora_name if request.lora_request else None
-            self._events.append(
-                BlockStored(
-                    block_hashes=hashes[first:],
-                    parent_block_hash=hashes[first - 1] if first else None,
-                    token_ids=list(request.all_token_ids[first * self._page_size : end]),
-                    block_size=self._page_size,
-                    lora_id=None,
-                    medium="STORAGE",
-                    lora_name=lora,
-                    extra_keys=self._event_keys(request, first, last),
-                    group_idx=0,
-                )
-            )
+        """Note that the pages up to `end` are handed to the store."""
+        if self._events is not None:
+            self._events.handed_over(tracked.request, self._prefix(tracked, end), tracked.stored // self._page_size)
         tracked.stored = end
-
-    def _event_keys(self, request: Any, first: int, last: int) -> Any:
-        """Return what the names of these pages hold beside tokens, such as a salt, as in vLLM's own events. Routers
-        need it to know whose prompt a page belongs to."""
-        found, at = [], 0
-        for page in range(first, last):
-            keys, at = generate_block_hash_extra_keys(request, page * self._page_size, (page + 1) * self._page_size, at)
-            found.append(keys)
-        return to_event_extra_keys(found)

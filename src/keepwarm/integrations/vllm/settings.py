@@ -12,11 +12,15 @@ from keepwarm.integrations.settings import StoreSettings
 
 
 class TierSettings(StoreSettings):
-    """The settings of a tier of vLLM's own offloading, which vLLM tells the model's name and nothing else."""
+    """The settings of a tier of vLLM's own offloading, which vLLM tells the model's name and nothing else. All but the
+    store's are filled in by `offloading.KeepwarmOffloadingConnector`."""
 
     revision: str | None = Field(None, description="vLLM's --revision, if one is given: it is part of the names of KV")
     hf_overrides: dict[str, Any] = Field(
         default_factory=dict, description="vLLM's --hf-overrides, such as another RoPE: part of the names of KV"
+    )
+    max_model_len: int | None = Field(
+        None, description="vLLM's --max-model-len, by which LongRoPE is chosen: part of the names of KV"
     )
 
 

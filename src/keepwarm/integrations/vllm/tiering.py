@@ -3,6 +3,8 @@
     "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "KeepwarmTier",
         "module_path": "keepwarm.integrations.vllm.tiering", "store": "/var/lib/keepwarm"}]}
 
+Under `offloading.KeepwarmOffloadingConnector` the tier also learns how vLLM loads the model.
+
 vLLM names chunks by its own hashes and hands over only their bytes. A chunk is stored as one block under a name made
 from the model's weights, the layout and that hash, and is verified like any other block when it is read.
 """
@@ -165,7 +167,7 @@ def _namespace(config: Any, chunk_bytes: int, told: TierSettings) -> Namespace:
         config=json_digest("keepwarm vllm overrides 1", told.hf_overrides) if told.hf_overrides else "with the weights",
         dtype=str(config.model.dtype),
         quantization="with the weights",
-        rope="with the weights",
+        rope="with the weights" if told.max_model_len is None else f"with the weights, for {told.max_model_len} tokens",
         tokenizer="ids",
         kv_layout=canonical_json(layout),
     )

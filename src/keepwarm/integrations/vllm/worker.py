@@ -13,6 +13,7 @@ import torch
 
 from keepwarm.core.blocks import Chain, chain
 from keepwarm.core.identity import Namespace
+from keepwarm.core.spans import Exactness
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.counts import TransferStats
 from keepwarm.integrations.vllm.deferred_saves import DeferredSaves
@@ -44,9 +45,12 @@ class WorkerHalf:
         timeout: float,
         keeps: bool,
         at_once: bool = False,
+        stores: bool = True,
+        label: Exactness = Exactness.PREFIX,
     ) -> None:
         """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier. `at_once`:
-        vLLM may write to pages before it tells that they changed owners, so a device's saves must not wait."""
+        vLLM may write to pages before it tells that they changed owners, so a device's saves must not wait. Without
+        `stores` another rank stores the same KV, and this one only loads. `label` is that of what is loaded."""
         self._archive = archive
         self._namespace = namespace
         self._rank = rank
@@ -54,6 +58,7 @@ class WorkerHalf:
         self._timeout = timeout
         self._keeps = keeps
         self._at_once = at_once
+        self._stores = stores
         self._memory: Pages | DevicePages | None = None
         self._deferred: DeferredSaves | None = None  # on a device
         self._loader = ThreadPoolExecutor(_LOADERS, thread_name_prefix="keepwarm-vllm")
@@ -62,7 +67,7 @@ class WorkerHalf:
         self._apart: dict[str, Loading | DeviceLoading] = {}
         self._failed: set[int] = set()
         self._saved: set[str] = set()
-        self.stats = TransferStats()
+        self.stats = TransferStats(label)
 
     def register(self, views: Mapping[str, torch.Tensor], count: int | None = None) -> None:
         """Note vLLM's `count` pages: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
@@ -196,12 +201,14 @@ class WorkerHalf:
     def save(self, step: Step) -> None:
         """Copy the pages to store, as vLLM may overwrite them from now on. The store takes the copies later. On a
         device the copies begin with the next step."""
+        saves = step.saves if self._stores else [save.of_nothing() for save in step.saves]
         if self._deferred is not None:
-            self._deferred.defer(step.saves)
+            self._deferred.defer(saves)
             return
-        for save in step.saves:
+        for save in saves:
             try:
-                self._save(save)
+                if self._stores:
+                    self._save(save)
             except Exception as error:  # requests must not fail because of this
                 log.warning("saving %d tokens failed: %s", len(save.prefix.tokens) - save.start, error)
             if save.last:

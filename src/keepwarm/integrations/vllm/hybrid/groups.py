@@ -75,6 +75,14 @@ def is_plain(groups: Sequence[Group]) -> bool:
     return len(groups) == 1 and groups[0].kind == "full"
 
 
+def is_replicated(kv_cache_config: Any, parallel: Any) -> bool:
+    """Whether all tensor parallel ranks hold the same KV: MLA's belongs to no head. With several groups of pages each
+    rank counts as one of its own."""
+    groups = kv_cache_config.kv_cache_groups
+    is_latent = len(groups) == 1 and all(type(spec) is MLAAttentionSpec for spec in _specs(groups[0]))
+    return is_latent and int(parallel.tensor_parallel_size) > 1
+
+
 def unit_of(groups: Iterable[Group]) -> int:
     """Return the number of tokens after which a page ends in every group. Loads end there, like vLLM's own prefix
     hits."""

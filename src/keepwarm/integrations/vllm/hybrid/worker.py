@@ -15,6 +15,7 @@ import torch
 from keepwarm.core.blocks import Block
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.core.spans import Exactness
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.counts import TransferStats
 from keepwarm.integrations.vllm.device_loading import DeviceLoading, Piece
@@ -51,9 +52,18 @@ class PartsWorker:
     """Lives in one of vLLM's workers and holds its shard of the heads."""
 
     def __init__(
-        self, archive: Archive, namespace: Namespace, rank: int, groups: Sequence[Group], *, timeout: float, keeps: bool
+        self,
+        archive: Archive,
+        namespace: Namespace,
+        rank: int,
+        groups: Sequence[Group],
+        *,
+        timeout: float,
+        keeps: bool,
+        label: Exactness = Exactness.PREFIX,
     ) -> None:
-        """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier."""
+        """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier. `label` is
+        that of what is loaded."""
         self._archive = archive
         self._rank = rank
         self._groups = groups
@@ -65,7 +75,7 @@ class PartsWorker:
         self._loader = ThreadPoolExecutor(_LOADERS, thread_name_prefix="keepwarm-vllm")
         self._arriving: dict[str, _Arriving] = {}
         self._saved: set[str] = set()
-        self.stats = TransferStats()
+        self.stats = TransferStats(label)
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
         """Note vLLM's memory, by layer."""
