@@ -21,6 +21,6 @@ def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it (glibc): after a load that is much."""
+    """Give freed memory back to the system, where the C library keeps it (glibc). After a load that is much."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
