@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.helpers.models import made
+from tests.helpers.vllm_pages import PAGE, PAGES, SPECS
+from tests.helpers.vllm_pages import made as vllms_pages
 from tests.helpers.vllm_process import answers, ask, cached, ids, start, whole
-from tests.vllm.test_device_layouts import PAGE, PAGES, SPECS
-from tests.vllm.test_device_layouts import made as vllms_pages
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
