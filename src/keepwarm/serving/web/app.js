@@ -1,13 +1,13 @@
 // The page: it chooses the view, and shows the service's state, the theme and the dialog for the key. Each view has its
 // own module.
 
-import {forgetKey, get, hasKey, onKeyNeeded, setKey, setModel} from "/web/api.js";
-import {setUpAsk} from "/web/ask.js";
-import {$, notice} from "/web/dom.js";
-import {forgetLive, pollLive, showLive} from "/web/live.js";
-import {setUpMap, showMap} from "/web/map.js";
-import {showSessions} from "/web/sessions.js";
-import {setUpTools, showSets} from "/web/tools.js";
+import {forgetKey, get, hasKey, onKeyNeeded, setKey, setModel} from "./api.js";
+import {setUpAsk} from "./ask.js";
+import {$, notice} from "./dom.js";
+import {forgetLive, pollLive, showLive} from "./live.js";
+import {setUpMap, showMap} from "./map.js";
+import {showSessions} from "./sessions.js";
+import {setUpTools, showSets} from "./tools.js";
 
 const EVERY = 2000; // milliseconds between two questions to the service
 const VIEWS = {ask: showSets, cache: showMap, live: async () => { await pollLive(true); showLive(); }, sessions: showSessions};

@@ -1,11 +1,11 @@
 // The view for questions. It shows the answer as it is written, where its time went, and why no more was reused.
 
-import {get, post, stream} from "/web/api.js";
-import {$, h, notice} from "/web/dom.js";
-import {theEdit} from "/web/edit.js";
-import {bar, chips, comparison, phaseList, why} from "/web/timing.js";
-import {chosenSet} from "/web/tools.js";
-import {setUpTour} from "/web/tour.js";
+import {get, post, stream} from "./api.js";
+import {$, h, notice} from "./dom.js";
+import {theEdit} from "./edit.js";
+import {bar, chips, comparison, phaseList, why} from "./timing.js";
+import {chosenSet} from "./tools.js";
+import {setUpTour} from "./tour.js";
 
 const KEPT = 10; // results that stay on the page
 let running = null;

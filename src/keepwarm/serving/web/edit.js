@@ -1,8 +1,8 @@
 // The edit that would have hit: the stored words in the place of the asked ones, and what the service says would then
 // have been reused.
 
-import {post} from "/web/api.js";
-import {count, h} from "/web/dom.js";
+import {post} from "./api.js";
+import {count, h} from "./dom.js";
 
 const PLACES = 8; // of the same words in a question, that are tried
 

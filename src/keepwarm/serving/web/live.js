@@ -1,7 +1,7 @@
 // Live charts, drawn in SVG: the origin of the latest prompts' KV, and the time to the first token.
 
-import {get} from "/web/api.js";
-import {$, count, h, legend, ms, put, ticks} from "/web/dom.js";
+import {get} from "./api.js";
+import {$, count, h, legend, ms, put, ticks} from "./dom.js";
 
 const MOST = 60; // the most answers in a chart
 const HIGH = 190;

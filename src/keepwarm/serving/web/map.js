@@ -1,8 +1,8 @@
 // The cache map: a tree of shared beginnings, one row for each stretch. Its bar lies on one axis of token positions, to
 // scale. A row below another one, and further in, continues it from the token where prompts part.
 
-import {get, post, remove} from "/web/api.js";
-import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, ticks, tierName} from "/web/dom.js";
+import {get, post, remove} from "./api.js";
+import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, ticks, tierName} from "./dom.js";
 
 const WORDS = 60; // characters of a stretch that name it
 const DEEPEST = 8; // levels that are moved in; deeper ones stand below each other

@@ -1,6 +1,6 @@
 // The first visit: three prompts that can be run, which show a cold answer, a warm one, and a miss.
 
-import {$, count, h, ms, put} from "/web/dom.js";
+import {$, count, h, ms, put} from "./dom.js";
 
 const RULES = Array.from({length: 14}, (_, i) => `Pier ${i + 1} takes ships of up to ${40 + 15 * i} metres, and costs ${30 + 8 * i} crowns a night. Its watch begins at ${5 + (i % 4)} in the morning.`).join("\n");
 const TEXT = `You are the clerk of a harbour. These are its rules.\n${RULES}\n\n`;
