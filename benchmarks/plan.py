@@ -96,6 +96,9 @@ STEPS = (
         quick="--prefix 64 --hits 2 --clients 2 --new 4 --seconds 2",
     ),
     Step(
+        "page", ("{python} benchmarks/page.py --out {out}/page.jsonl",), ("page.jsonl",), 1, ("chromium",), "--rounds 3"
+    ),
+    Step(
         "remote",
         ("{python} benchmarks/remote.py --out {out}/remote.jsonl",),
         ("remote.jsonl",),

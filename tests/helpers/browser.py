@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -67,3 +68,11 @@ def ask(page: Any, question: str, tokens: int = 4) -> Any:
     card = page.get_by_role("article", name="Answer").first
     card.get_by_role("region", name="Why it missed").wait_for()
     return card
+
+
+def violations(page: Any) -> list[str]:
+    """What axe finds against a screen reader's, a keyboard's or a weak eye's use of the page. Skips without it."""
+    pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
+    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']}: {node['target']} {node['failureSummary']}" for one in found for node in one["nodes"]]

@@ -130,6 +130,18 @@ def service() -> str:
     )
 
 
+def page() -> str:
+    names = {"first_paint": "first paint", "interactive": "interactive", "filled": "filled"}
+    rows = [
+        (
+            names[each["part"]],
+            f"{ms(each['median'])} ({ms(each['quartile_1'])} to {ms(each['quartile_3'])}; {ms(each['worst'])})",
+        )
+        for each in records("page.jsonl")
+    ]
+    return table(("", "ms from the start of a visit"), rows)
+
+
 def codecs() -> str:
     rows = []
     for each in (one for one in records("codecs.jsonl") if one["kind"] == "quality"):
@@ -216,6 +228,7 @@ BLOCKS = {
     "memory": memory,
     "remote": remote,
     "service": service,
+    "page": page,
     "codecs": codecs,
     "adapters": adapters,
     "families": families,

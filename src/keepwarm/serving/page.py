@@ -1,4 +1,7 @@
-"""The web page at `/`: files of the package, sent as they are. The page uses only the native protocol."""
+"""The web page at `/`: files of the package. The page uses only the native protocol.
+
+The document is asked for each time. It names the other files by a digest of them all, so a browser asks for these once.
+"""
 
 from __future__ import annotations
 
@@ -31,37 +34,50 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # asked again each time, and mostly answered 304
 }
+_ASK_AGAIN = "no-cache"  # and mostly answered 304
+_KEEP = "public, max-age=31536000, immutable"
 
 
 @cache
 def _assets() -> dict[str, tuple[bytes, str, str]]:
     """Content, media type and entity tag of every file of the page."""
-    found = {}
-    for file in files("keepwarm.serving").joinpath("web").iterdir():
-        content = file.read_bytes()
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        found[file.name] = (content, _TYPES[file.name.rpartition(".")[2]], tag)
-    return found
+    read = {file.name: file.read_bytes() for file in files("keepwarm.serving").joinpath("web").iterdir()}
+    read["index.html"] = read["index.html"].replace(b'="/web/', f'="/web/{_digest(*read.values())}/'.encode())
+    types = {name: _TYPES[name.rpartition(".")[2]] for name in read}
+    return {name: (content, types[name], f'"{_digest(content)}"') for name, content in read.items()}
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in contents)).hexdigest()[:32]
+
+
+Name = Annotated[str, Path(pattern=r"^[a-z]+\.(css|js|json|svg)$")]
 
 
 @router.get("/")
 async def page(request: Request) -> Response:
-    return _sent(request, "index.html")
+    return _sent(request, "index.html", _ASK_AGAIN)
 
 
 @router.get("/web/{name}")
-async def asset(request: Request, name: Annotated[str, Path(pattern=r"^[a-z]+\.(css|js|json|svg)$")]) -> Response:
-    return _sent(request, name)
+async def asset(request: Request, name: Name) -> Response:
+    return _sent(request, name, _ASK_AGAIN)
 
 
-def _sent(request: Request, name: str) -> Response:
+@router.get("/web/{digest}/{name}")
+async def kept_asset(request: Request, digest: Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")], name: Name) -> Response:
+    """Send a file as the document names it. A document of an earlier version gets the files there are, not to keep."""
+    current = f"/web/{digest}/".encode() in _assets()["index.html"][0]
+    return _sent(request, name, _KEEP if current else _ASK_AGAIN)
+
+
+def _sent(request: Request, name: str, keep: str) -> Response:
     found = _assets().get(name)
     if found is None:
         raise ApiError("not_found", f"the page has no file {name!r}")
     content, kind, tag = found
-    headers = _HEADERS | {"etag": tag}
+    headers = _HEADERS | {"cache-control": keep, "etag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=kind, headers=headers)

@@ -182,10 +182,13 @@ def test_the_latest_answers_in_numbers(http: httpx.Client) -> None:
     http.post("/query", json={"query": "One", "max_new_tokens": 2})
     chat = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Two"}]}
     http.post("/v1/chat/completions", json=chat)
-    found = http.get("/v1/cache/recent", params={"after": before}).json()["answers"]
+    told = http.get("/v1/cache/recent", params={"after": before}).json()
+    found = told["answers"]
     assert [one["protocol"] for one in found] == ["native", "openai"]
     assert all(one["prompt_tokens"] > 0 and one["ttft_ms"] > 0 and "prefill" in one["timings"] for one in found)
-    assert http.get("/v1/cache/recent", params={"after": found[-1]["number"]}).json()["answers"] == []
+    assert http.get("/v1/cache/recent", params={"after": found[-1]["number"]}).json() == told | {"answers": []}
+    ahead = http.get("/v1/cache/recent", params={"after": found[-1]["number"] + 1000}).json()  # as before a restart
+    assert ahead["answers"][-2:] == found
     assert http.get("/v1/cache/recent", params={"after": "x"}).status_code == 400
 
 

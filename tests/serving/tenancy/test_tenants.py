@@ -179,6 +179,7 @@ def test_sets_entries_and_removal_are_each_tenants_own(keyed: Keyed) -> None:
     assert call(keyed.umbrella, "DELETE", f"/v1/cache/pin?id={run}").status_code == 404
     assert call(keyed.acme, "DELETE", f"/v1/cache/pin?id={public[0]}").status_code == 403
     ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")
+    series = {key: call(key, "GET", "/v1/cache/recent").json()["series"] for key in (keyed.acme, keyed.short)}
     last = call(keyed.acme, "GET", "/v1/cache/recent").json()["answers"][-1]["number"]
     assert last not in [one["number"] for one in call(keyed.umbrella, "GET", "/v1/cache/recent").json()["answers"]]
     assert call(keyed.umbrella, "POST", "/v1/cache/purge").json()["sets"] >= 1
@@ -187,6 +188,8 @@ def test_sets_entries_and_removal_are_each_tenants_own(keyed: Keyed) -> None:
     entries = call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"]
     assert all(one["public"] and not one["own"] for one in entries)
     assert call(keyed.acme, "GET", "/v1/cache/recent").json()["answers"] == []
+    assert call(keyed.acme, "GET", "/v1/cache/recent").json()["series"] != series[keyed.acme]
+    assert call(keyed.short, "GET", "/v1/cache/recent").json()["series"] == series[keyed.short]
     assert cached(ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")) == 0
 
 

@@ -316,16 +316,24 @@ def test_the_page_is_strict_about_what_it_loads(keyed: Keyed) -> None:
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
         assert found.headers["x-content-type-options"] == "nosniff"
-        files = set(re.findall(r"/web/[a-z]+\.\w+", found.text))
+        files = set(re.findall(r"/web/[0-9a-f]{32}/[a-z]+\.\w+", found.text))
+        (folder,) = {file.rpartition("/")[0] for file in files}
+        assert "no-cache" in found.headers["cache-control"]
         for file in sorted(files):
             one = http.get(file)
             assert one.status_code == 200, file
-            files |= set(re.findall(r"/web/[a-z]+\.\w+", one.text))
+            assert "immutable" in one.headers["cache-control"]
+            files |= {f"{folder}/{name}" for name in re.findall(r'"\./([a-z]+\.\w+)"', one.text)}
             tag = one.headers["etag"]
-            assert http.get(file, headers={"if-none-match": tag}).status_code == 304
+            earlier = file.replace(folder, "/web/" + "0" * 32)
+            for again in (earlier, f"/web/{file.rpartition('/')[2]}"):  # not what the document names
+                assert "no-cache" in http.get(again).headers["cache-control"]
+                assert http.get(again, headers={"if-none-match": tag}).status_code == 304
+        assert any(file.endswith("/samples.json") for file in files)
         for file in files | {"/"}:
             text = http.get(file).text
             assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|style=|onclick=", text), file
             assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), file
-        for wrong in ("/web/none.js", "/web/..%2Fpage.py", "/web/%2e%2e/page.py", "/web/app.js%00", "/web/APP.js"):
+        wrongs = ["/web/none.js", "/web/..%2Fpage.py", "/web/%2e%2e/page.py", "/web/app.js%00", "/web/APP.js"]
+        for wrong in [*wrongs, "/web/0/app.js", f"{folder}/none.js", f"{folder}/..%2Findex.html"]:
             assert http.get(wrong).status_code in (400, 404), wrong

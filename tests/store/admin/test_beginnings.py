@@ -109,9 +109,11 @@ def test_a_deep_conversation_and_the_latest_of_it() -> None:
         assert len(tree(archive)) == 1199
         assert len(archive.contents.beginnings(latest(nodes, 5000))) == 1199
         some = latest(nodes, 10)
-    kept = {node.entry.id for node in some}
-    assert 10 <= len(kept) <= 1199
-    assert all(node.parent is None or node.parent in kept for node in some)
+        begins = archive.contents.beginnings(some)
+    assert [node.entry.end for node in some] == [*range(1199, 1189, -1)]  # its end, where one goes on
+    assert len(begins) == 10
+    assert begins[0].parent is None
+    assert begins[0].start == some[-1].entry.start
 
 
 def test_what_is_cut_goes_by_the_use_that_is_told() -> None:

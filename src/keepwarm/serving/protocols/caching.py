@@ -89,8 +89,9 @@ async def recent(
     service: ServiceOf, caller: Calling, after: Annotated[int, Query(ge=0, le=2**53)] = 0
 ) -> dict[str, Any]:
     """Return the tenant's latest answers in numbers, through any protocol. With `after`, return only those with larger
-    numbers."""
-    return {"answers": service.recent.since(caller, after)}
+    numbers. If `series` changed, the service has forgotten earlier ones, and numbers may have begun again."""
+    series, answers = service.recent.since(caller, after)
+    return {"series": series, "answers": answers}
 
 
 @router.get("/cache/entries", response_model=shapes.EntriesShown)
@@ -111,7 +112,7 @@ async def tree(
     service: LookingService, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300
 ) -> dict[str, Any]:
     """Return the stored prompts as a tree of shared beginnings. It branches at the token where prompts differ. If there
-    are more than `most` runs, it has the ones used last, with the runs that they continue."""
+    are more than `most` runs, it has the ones used last, with the runs that they continue as far as there is room."""
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)

@@ -147,6 +147,7 @@ class AnswerInNumbers(Shown):
 
 
 class RecentShown(Shown):
+    series: str = Field(description="another one after a restart, and after a purge")
     answers: list[AnswerInNumbers]
 
 

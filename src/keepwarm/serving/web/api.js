@@ -12,7 +12,8 @@ export const forgetKey = () => sessionStorage.removeItem(KEY);
 export const onKeyNeeded = (ask) => { askForKey = ask; };
 
 export class Refused extends Error {
-  constructor(status, message) { super(message); this.status = status; }
+  /** `after`: in how many seconds to ask again, if the service says so. */
+  constructor(status, message, after) { super(message); this.status = status; this.after = after; }
 }
 
 async function send(method, path, {body, params, session, signal} = {}) {
@@ -28,7 +29,7 @@ async function send(method, path, {body, params, session, signal} = {}) {
       method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), referrerPolicy: "no-referrer",
     });
     if (answer.status === 401 && askForKey) { await askForKey(await told(answer), key); continue; }
-    if (!answer.ok) throw new Refused(answer.status, await told(answer));
+    if (!answer.ok) throw new Refused(answer.status, await told(answer), Number(answer.headers.get("retry-after")) || null);
     return answer;
   }
 }

@@ -1,11 +1,11 @@
 // The view for questions. It shows the answer as it is written, where its time went, and why no more was reused.
 
-import {get, post, stream} from "/web/api.js";
-import {$, h, notice} from "/web/dom.js";
-import {theEdit} from "/web/edit.js";
-import {bar, chips, comparison, phaseList, why} from "/web/timing.js";
-import {chosenSet} from "/web/tools.js";
-import {setUpTour} from "/web/tour.js";
+import {get, post, stream} from "./api.js";
+import {$, h, notice} from "./dom.js";
+import {theEdit} from "./edit.js";
+import {bar, chips, comparison, phaseList, why} from "./timing.js";
+import {chosenSet} from "./tools.js";
+import {setUpTour} from "./tour.js";
 
 const KEPT = 10; // results that stay on the page
 let running = null;
@@ -30,16 +30,17 @@ function busy(on) {
   $("stop").hidden = !on;
 }
 
-async function asking(work) {
+/** `system` is what stands before the question, in place of the chosen set and the session's turns. */
+async function asking(work, system = null) {
   if (running || !$("ask-form").reportValidity()) return null;
   running = new AbortController();
   notice("");
   busy(true);
   const question = $("question").value;
-  const session = $("session").value.trim() || null;
-  const set = chosenSet();
+  const session = system ? null : $("session").value.trim() || null;
+  const set = system ? null : chosenSet();
   try {
-    const messages = await turns(question, session, set);
+    const messages = system ? [{role: "system", content: system}, {role: "user", content: question}] : await turns(question, session, set);
     const body = {messages, max_new_tokens: Number($("max-tokens").value), ...(set ? {tools: set} : {})};
     return await work({question, session, body, signal: running.signal});
   } catch (error) {
@@ -80,7 +81,7 @@ async function ask({question, session, body, signal}) {
     card.removeAttribute("aria-busy"); // screen readers now read the whole answer
     if (signal.aborted) below.append(h("p", {class: "note"}, "Stopped."));
   }
-  const edit = whole && (await theEdit(question, body, whole, use));
+  const edit = whole && (await theEdit(body, whole, use));
   if (edit) below.append(edit);
   return whole;
 }
@@ -97,7 +98,7 @@ async function compare({session, body, signal}) {
 }
 
 export function setUpAsk() {
-  setUpTour((prompt) => { $("question").value = prompt; return asking(ask); });
+  setUpTour((system, question) => { $("question").value = question; return asking(ask, system); });
   $("ask-form").addEventListener("submit", (event) => { event.preventDefault(); asking(ask); });
   $("compare").addEventListener("click", () => asking(compare));
   $("stop").addEventListener("click", () => running?.abort());

@@ -1,8 +1,8 @@
 // The edit that would have hit: the stored words in the place of the asked ones, and what the service says would then
 // have been reused.
 
-import {post} from "/web/api.js";
-import {count, h} from "/web/dom.js";
+import {post} from "./api.js";
+import {count, h} from "./dom.js";
 
 const PLACES = 8; // of the same words in a question, that are tried
 
@@ -19,7 +19,7 @@ function upToLast(parts) {
  * There are none if the difference does not lie in the question.
  */
 export function edits(question, miss) {
-  if (miss?.reason !== "tokens_differ" || !miss.stored_parts.length) return [];
+  if (typeof question !== "string" || miss?.reason !== "tokens_differ" || !miss.stored_parts.length) return [];
   const [asked, stored] = [raw(upToLast(miss.wanted_parts)), raw(upToLast(miss.stored_parts))];
   let same = 0;
   while (same < asked.length && asked[same] === stored[same]) same += 1;
@@ -36,13 +36,19 @@ export function edits(question, miss) {
   return [];
 }
 
+/** Lists edits of the question, and of what the page put before all questions: where, and the text with the edit. */
+function everywhere(messages, miss) {
+  const last = messages.length - 1;
+  return messages.toReversed().flatMap(({role, content}, back) => (back === 0 || role === "system" ? edits(content, miss).map((better) => [last - back, better]) : []));
+}
+
 /** Returns the edit at the place of the difference, and what the service says would be reused then; or null. */
-async function located(question, body, miss) {
-  for (const better of edits(question, miss).slice(0, PLACES)) {
-    const messages = [...body.messages.slice(0, -1), {role: "user", content: better}];
+async function located(body, miss) {
+  for (const [at, better] of everywhere(body.messages, miss).slice(0, PLACES)) {
+    const messages = body.messages.with(at, {...body.messages[at], content: better});
     const found = await post("/v1/cache/explain", {messages, ...(body.tools ? {tools: body.tools} : {})});
     const tooEarly = found.miss !== null && found.miss.character !== null && found.miss.character < miss.character;
-    if (!tooEarly) return [better, found]; // later places would look good, too: the question itself is stored by now
+    if (!tooEarly) return [at, better, found]; // later places would look good, too: the question itself is stored by now
   }
   return null;
 }
@@ -50,14 +56,15 @@ async function located(question, body, miss) {
 const differing = (parts) => parts.filter(([, differs]) => differs).map(([text]) => text.trim()).filter(Boolean).join(" … ");
 
 /** Says which edit would have hit, and how far, or nothing if none is known. `use` takes the edited question. */
-export async function theEdit(question, body, answer, use) {
-  const at = await located(question, body, answer.miss);
-  if (at === null) return null;
-  const [better, found] = at;
+export async function theEdit(body, answer, use) {
+  const edit = await located(body, answer.miss);
+  if (edit === null) return null;
+  const [at, better, found] = edit;
+  const ofQuestion = at === body.messages.length - 1;
   if (found.cached_tokens <= answer.cached_tokens) return null;
   const [old, fresh] = [differing(answer.miss.stored_parts), differing(answer.miss.wanted_parts)];
   const change = old && fresh ? [h("q", {}, old), " in place of ", h("q", {}, fresh)] : old ? [h("q", {}, old), " put in"] : [h("q", {}, fresh), " left out"];
   return h("div", {class: "edit"},
-    h("p", {}, h("strong", {}, "The edit that would have hit: "), change, `. Then ${count(found.cached_tokens)} of ${count(found.prompt_tokens)} tokens would have been reused, not ${count(answer.cached_tokens)}.`),
-    h("button", {type: "button", onclick: () => use(better)}, "Put it in the box"));
+    h("p", {}, h("strong", {}, "The edit that would have hit: "), change, ofQuestion ? "" : ", in the system message", `. Then ${count(found.cached_tokens)} of ${count(found.prompt_tokens)} tokens would have been reused, not ${count(answer.cached_tokens)}.`),
+    ofQuestion && h("button", {type: "button", onclick: () => use(better)}, "Put it in the box"));
 }

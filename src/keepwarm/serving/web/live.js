@@ -1,7 +1,7 @@
 // Live charts, drawn in SVG: the origin of the latest prompts' KV, and the time to the first token.
 
-import {get} from "/web/api.js";
-import {$, count, h, legend, ms, put, ticks} from "/web/dom.js";
+import {get} from "./api.js";
+import {$, count, h, legend, ms, put, ticks} from "./dom.js";
 
 const MOST = 60; // the most answers in a chart
 const HIGH = 190;
@@ -9,19 +9,27 @@ const LEFT = 52;
 const SOURCES = [["device", "device"], ["ram", "RAM"], ["disk", "disk"], ["remote", "remote"], ["computed", "computed"]];
 let answers = [];
 let last = 0;
+let series = null; // another one after a restart and after a purge
 
-/** Asks for new answers. Returns whether there were any. */
+/** Asks for new answers. Returns whether there were any, and whether the service has forgotten the earlier ones. */
 export async function pollLive(visible) {
-  const found = (await get("/v1/cache/recent", {after: last})).answers;
+  let told = await get("/v1/cache/recent", {after: last});
+  const forgotten = series !== null && told.series !== series;
+  if (forgotten) {
+    answers = [];
+    if (last) told = await get("/v1/cache/recent", {after: 0});
+    last = 0;
+  }
+  series = told.series;
+  const found = told.answers.filter((one) => one.number > last); // another call may have asked at the same time
   if (found.length) {
     last = found.at(-1).number;
     answers = answers.concat(found).slice(-200);
   }
-  if (visible && (found.length || !$("tokens-chart").firstChild)) showLive();
-  return found.length > 0;
+  const fresh = found.length > 0;
+  if (visible && (fresh || forgotten || !$("tokens-chart").firstChild)) showLive();
+  return {fresh, forgotten};
 }
-
-export function forgetLive() { answers = []; last = 0; }
 
 function sources(one) {
   const found = {device: 0, ram: 0, disk: 0, remote: 0, computed: one.prompt_tokens - one.cached_tokens};
@@ -45,7 +53,7 @@ function tokensChart(list) {
   const step = Math.min(44, (width - LEFT) / list.length);
   list.forEach((one, i) => {
     let base = 0;
-    const group = h("g", {}, h("title", {}, `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} reused, ${one.protocol}`));
+    const group = h("g", {}, h("title", {}, `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} reused, ${one.protocol}${byModel(one)}`));
     for (const [name, tokens] of Object.entries(sources(one))) {
       if (tokens) group.append(h("rect", {class: `fill-${name}`, x: LEFT + i * step + 1, width: Math.max(1, step - Math.min(4, step / 3)), y: y(base + tokens), height: Math.max(0, y(base) - y(base + tokens))}));
       base += tokens;
@@ -54,6 +62,10 @@ function tokensChart(list) {
   });
   put($("tokens-chart"), svg);
 }
+
+// Where there are several models, each answer names its own.
+const named = (list) => list.some((one) => one.model);
+const byModel = (one) => (one.model ? `, ${one.model}` : "");
 
 // Nearly every prompt shares its first tokens with another one, so a hit is one of which at least half was reused.
 const hit = (one) => 2 * one.cached_tokens >= one.prompt_tokens;
@@ -71,7 +83,7 @@ function ttftChart(list) {
   for (const mark of across) svg.append(h("text", {class: "tick", x: x(mark), y: HIGH - 10, "text-anchor": "middle"}, count(mark)));
   for (const one of list)
     svg.append(h("circle", {class: hit(one) ? "mark-hit" : "mark-miss", cx: x(one.prompt_tokens), cy: y(one.ttft_ms), r: 4.5},
-      h("title", {}, `${ms(one.ttft_ms)}, ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens reused`)));
+      h("title", {}, `${ms(one.ttft_ms)}, ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens reused${byModel(one)}`)));
   put($("ttft-chart"), svg);
 }
 
@@ -80,16 +92,18 @@ function middle(values) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
-/** Groups answers by the length of their prompts: each group ends at twice the length at which it begins. */
+/** Groups answers by model and by the length of their prompts: each group ends at twice the length at which it begins. */
 export function alike(list) {
   const groups = new Map();
   for (const one of list) {
     const from = 2 ** Math.floor(Math.log2(Math.max(1, one.prompt_tokens)));
-    const group = groups.get(from) ?? {from, hits: [], misses: []};
-    groups.set(from, group);
+    const model = one.model ?? "";
+    const key = `${from} ${model}`;
+    const group = groups.get(key) ?? {model, from, hits: [], misses: []};
+    groups.set(key, group);
     (hit(one) ? group.hits : group.misses).push(one.ttft_ms);
   }
-  return [...groups.values()].sort((a, b) => a.from - b.from)
+  return [...groups.values()].sort((a, b) => a.model.localeCompare(b.model) || a.from - b.from)
     .map((one) => ({...one, sooner: one.hits.length && one.misses.length ? middle(one.misses) / middle(one.hits) : null}));
 }
 
@@ -97,9 +111,9 @@ const times = (ratio) => (ratio === null ? "–" : `${ratio >= 10 ? Math.round(r
 
 function alikeTable(groups) {
   const cell = (values) => (values.length ? `${ms(middle(values))}, of ${values.length}` : "–");
-  const head = ["Prompt tokens", "Mostly reused", "Mostly computed", "Sooner"];
+  const head = [...(named(groups) ? ["Model"] : []), "Prompt tokens", "Mostly reused", "Mostly computed", "Sooner"];
   put($("alike-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
-    h("tbody", {}, groups.map((one) => h("tr", {}, h("th", {scope: "row"}, `${count(one.from)} to ${count(2 * one.from - 1)}`),
+    h("tbody", {}, groups.map((one) => h("tr", {}, named(groups) && h("th", {scope: "row"}, one.model), h("th", {scope: "row"}, `${count(one.from)} to ${count(2 * one.from - 1)}`),
       [cell(one.hits), cell(one.misses), times(one.sooner)].map((text) => h("td", {}, text))))));
 }
 
@@ -128,9 +142,9 @@ export function showLive() {
   tokensChart(list);
   ttftChart(list);
   alikeTable(alike(answers));
-  const head = ["Time", "Protocol", "Prompt", "Reused", "First token", "Label", "Why reuse ended"];
+  const head = ["Time", ...(named(list) ? ["Model"] : []), "Protocol", "Prompt", "Reused", "First token", "Label", "Why reuse ended"];
   put($("live-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
     h("tbody", {}, list.toReversed().map((one) => h("tr", {}, [
-      new Date(one.at * 1000).toLocaleTimeString(), one.protocol, count(one.prompt_tokens), count(one.cached_tokens), ms(one.ttft_ms), one.exactness, ended(one),
+      new Date(one.at * 1000).toLocaleTimeString(), ...(named(list) ? [one.model] : []), one.protocol, count(one.prompt_tokens), count(one.cached_tokens), ms(one.ttft_ms), one.exactness, ended(one),
     ].map((cell) => h("td", {}, cell))))));
 }

@@ -1,8 +1,9 @@
 // The cache map: a tree of shared beginnings, one row for each stretch. Its bar lies on one axis of token positions, to
 // scale. A row below another one, and further in, continues it from the token where prompts part.
 
-import {get, post, remove} from "/web/api.js";
-import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, ticks, tierName} from "/web/dom.js";
+import {get, post, remove} from "./api.js";
+import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, ticks, tierName} from "./dom.js";
+import {pollLive} from "./live.js";
 
 const WORDS = 60; // characters of a stretch that name it
 const DEEPEST = 8; // levels that are moved in; deeper ones stand below each other
@@ -11,7 +12,7 @@ const closed = new Set(); // ids of rows whose continuations are not shown
 let chosen = null;
 let shown = [];
 let drawn = null; // what the service said last
-let seen = "";
+const told = new Map(); // what each row says, without ages, by its id
 
 const words = (one) => (one.text ?? "").trim().replace(/\s+/g, " ").slice(0, WORDS);
 const nameOf = (one) => one.name || words(one) || `${count(one.tokens)} tokens`;
@@ -53,25 +54,64 @@ function axis(last) {
     h("div", {class: "scale"}, [...marks, last].map((mark) => h("span", {style: {left: `${(100 * mark) / last}%`}}, count(mark)))));
 }
 
+const since = (one, now) => (one.uses === null ? "" : age(now - one.last_used));
+
 function row(one, last, now) {
   const share = (tokens) => `${(100 * tokens) / last}%`;
-  const old = now - one.last_used;
-  const step = old < 60 ? 0 : old < 600 ? 1 : old < 3600 ? 2 : old < 86400 ? 3 : 4;
   const more = one.prompts > 1 ? `${count(one.prompts)} prompts` : used(one, now)[0];
   return h("button", {
     type: "button", role: "treeitem", class: "run", "data-stretch": one.id, "aria-level": one.level, "aria-selected": one.id === chosen ? "true" : "false",
     "aria-expanded": one.continued ? String(!closed.has(one.id)) : null, title: said(one, now), tabindex: "-1",
-    onclick: () => inspect(one.id), onkeydown: (event) => move(event, one),
   },
   h("span", {class: "unseen"}, said(one, now)),
   h("span", {class: "run-name", "aria-hidden": "true", style: {"padding-left": `${0.9 * (Math.min(one.level, DEEPEST) - 1)}rem`}},
-    h("span", {class: "twist", onclick: one.continued ? (event) => { event.stopPropagation(); toggle(one); } : null}, one.continued ? (closed.has(one.id) ? "▸" : "▾") : ""),
+    h("span", {class: "twist"}, one.continued ? (closed.has(one.id) ? "▸" : "▾") : ""),
     h("span", {class: "words"}, nameOf(one))),
   h("span", {class: "track"},
     h("span", {class: "lead", style: {width: share(one.start)}}),
-    h("span", {class: `stretch ${one.tier} age${step}${one.own ? "" : " shared"}${one.pinned_until ? " pinned" : ""}`, style: {left: share(one.start), width: share(one.tokens)}}),
+    h("span", {class: `stretch ${one.tier}${one.own ? "" : " shared"}${one.pinned_until ? " pinned" : ""}`, "data-age": oldness(one, now), style: {left: share(one.start), width: share(one.tokens)}}),
     one.snapshots.map((position) => h("span", {class: "snapshot", title: `snapshot at ${count(position)}`, style: {left: share(position)}}))),
-  h("span", {class: "run-more", "aria-hidden": "true"}, h("span", {}, plural(one.tokens, "token")), h("span", {}, [bytes(one.bytes), more].filter(Boolean).join(" · "))));
+  h("span", {class: "run-more", "aria-hidden": "true"}, h("span", {}, plural(one.tokens, "token")), h("span", {}, [bytes(one.bytes), more].filter(Boolean).join(" · ")), h("span", {class: "since"}, since(one, now))));
+}
+
+/** How long a stretch was not used, in steps. The map does not know it of what all tenants share. */
+function oldness(one, now) {
+  const old = one.uses === null ? 0 : now - one.last_used;
+  return [60, 600, 3600, 86400].filter((limit) => old >= limit).length;
+}
+
+/** Changes only what is different. What is read or pointed at keeps its words, or they would be read, or vanish, anew. */
+function grow(element, one, now) {
+  const stretch = element.querySelector(".stretch");
+  if (stretch.dataset.age !== String(oldness(one, now))) stretch.dataset.age = oldness(one, now);
+  const label = element.querySelector(".since");
+  if (label.textContent !== since(one, now)) label.textContent = since(one, now);
+  if (element.title === said(one, now) || element.matches(":focus, :hover")) return;
+  element.title = element.querySelector(".unseen").textContent = said(one, now);
+}
+
+/** Makes a row say what a newer one does. It stays the same element, so the focus stays on it. */
+function renew(element, newer) {
+  for (const name of ["aria-level", "aria-expanded", "aria-selected", "title"]) {
+    if (newer.hasAttribute(name)) element.setAttribute(name, newer.getAttribute(name));
+    else element.removeAttribute(name);
+  }
+  put(element, [...newer.childNodes]);
+}
+
+/** Draws the rows in their order. A row that says the same as before is left alone, but for its age. */
+function update(tree, rows, last, now) {
+  const before = new Map([...tree.children].map((element) => [element.dataset.stretch, element]));
+  const ids = new Set(rows.map((one) => one.id));
+  for (const [id, element] of before) if (!ids.has(id)) { element.remove(); told.delete(id); }
+  rows.forEach((one, i) => {
+    const says = JSON.stringify([{...one, last_used: null, above: null, children: null}, last, closed.has(one.id)]);
+    const element = before.get(one.id) ?? row(one, last, now);
+    if (!before.has(one.id)) told.set(one.id, says);
+    else if (told.get(one.id) !== says) { renew(element, row(one, last, now)); told.set(one.id, says); }
+    grow(element, one, now);
+    if (tree.children[i] !== element) tree.insertBefore(element, tree.children[i] ?? null);
+  });
 }
 
 function draw() {
@@ -80,12 +120,17 @@ function draw() {
   const {rows, last} = arranged(stretches);
   shown = rows;
   $("map-empty").hidden = rows.length > 0;
-  if (!rows.length) { put($("map")); return; }
-  const tree = h("div", {class: "tree", role: "tree", "aria-label": "Shared beginnings", style: {"--step": `${(100 * ticks(last)[1]) / last}%`}}, rows.map((one) => row(one, last, now)));
-  put($("map"), axis(last), tree);
-  const first = tree.querySelector(`[data-stretch="${held ?? chosen}"]`) ?? tree.querySelector(".run");
+  if (!rows.length) { put($("map")); told.clear(); return; }
+  const tree = $("map").querySelector(".tree") ?? h("div", {class: "tree", role: "tree", "aria-label": "Shared beginnings"});
+  tree.style.setProperty("--step", `${(100 * ticks(last)[1]) / last}%`);
+  update(tree, rows, last, now);
+  if (!tree.isConnected) put($("map"), axis(last), tree);
+  else if ($("map").dataset.last !== String(last)) $("map").firstChild.replaceWith(axis(last));
+  $("map").dataset.last = last;
+  const one = (id) => tree.querySelector(`[data-stretch="${id}"]`);
+  const first = one(held) ?? tree.querySelector('.run[tabindex="0"]') ?? one(chosen) ?? tree.querySelector(".run");
   first.tabIndex = 0;
-  if (held) first.focus({preventScroll: true});
+  if (held && document.activeElement !== first) first.focus({preventScroll: true});
 }
 
 function toggle(one) {
@@ -93,11 +138,16 @@ function toggle(one) {
   draw();
 }
 
+/** Makes a row the one that Tab reaches. */
+function hold(target) {
+  for (const other of $("map").querySelectorAll('.run[tabindex="0"]')) other.tabIndex = -1;
+  target.tabIndex = 0;
+}
+
 function focus(one) {
   const target = one && $("map").querySelector(`[data-stretch="${one.id}"]`);
   if (!target) return;
-  for (const other of $("map").querySelectorAll(".run")) other.tabIndex = -1;
-  target.tabIndex = 0;
+  hold(target);
   target.focus();
 }
 
@@ -114,22 +164,19 @@ function move(event, one) {
   to[event.key]();
 }
 
-export async function showMap({again = false} = {}) {
-  const found = await get("/v1/cache/tree");
-  const {stretches, runs, left_out: left, bytes: total, snapshots, snapshot_bytes: states, now} = found;
-  const mark = JSON.stringify([stretches, Math.floor(now / 30)]);
-  if (again && mark === seen) return;
-  seen = mark;
-  drawn = found;
+export async function showMap() {
+  drawn = await get("/v1/cache/tree");
+  const {stretches, runs, left_out: left, bytes: total, snapshots, snapshot_bytes: states} = drawn;
   const part = left ? `, the ${count(runs - left)} latest used are drawn` : "";
   const beside = snapshots ? `, ${bytes(states)} of it in ${plural(snapshots, "snapshot")} of recurrent state (ticks)` : "";
-  $("map-summary").textContent = runs ? `${plural(runs, "stored run")}, ${bytes(total)}${beside}${part}. Bars are to scale. A row further in continues the one above it, from the token where prompts part. Faded: not used for long.` : "";
-  legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
+  const says = runs ? `${plural(runs, "stored run")}, ${bytes(total)}${beside}${part}. Bars are to scale. A row further in continues the one above it, from the token where prompts part. The longer a bar was not used, the thinner it is.` : "";
+  if ($("map-summary").textContent !== says) $("map-summary").textContent = says;
   draw();
-  if (chosen && !stretches.some((one) => one.id === chosen)) { chosen = null; nobody(); }
+  if (chosen && !stretches.some((one) => one.id === chosen)) nobody();
 }
 
 function nobody() {
+  mark(null);
   put($("inspector"), h("h2", {id: "inspector-title"}, "Inspect"), h("p", {class: "note"}, "Choose a row: with the pointer, or with Tab, the arrow keys and Enter."));
 }
 
@@ -142,7 +189,7 @@ function mark(id) {
 async function inspect(id) {
   try {
     const stretch = shown.find((other) => other.id === id);
-    if (!stretch) { chosen = null; nobody(); return; }
+    if (!stretch) { nobody(); return; }
     mark(id);
     const one = await get(`/v1/cache/entries/${stretch.run}?start=${stretch.start}&tokens=${stretch.tokens}`);
     if (chosen !== id) return; // another one was chosen meanwhile
@@ -169,7 +216,9 @@ async function inspect(id) {
       h("pre", {class: "text", tabindex: "0", role: "region", "aria-label": "Text of this stretch"}, one.text + (one.text_cut ? " …" : "")));
     $("inspector").scrollTop = 0;
   } catch (error) {
-    notice(error.message);
+    if (error.status !== 404) { notice(error.message); return; }
+    notice("This stretch has left the store meanwhile.");
+    await showMap();
   }
 }
 
@@ -188,13 +237,23 @@ async function purge(one) {
 
 export function setUpMap() {
   nobody();
+  legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
+  const meant = (event) => shown.find((one) => one.id === event.target.closest(".run")?.dataset.stretch);
+  $("map").addEventListener("click", (event) => {
+    const one = meant(event);
+    if (!one) return;
+    hold(event.target.closest(".run"));
+    if (one.continued && event.target.closest(".twist")) toggle(one);
+    else inspect(one.id);
+  });
+  $("map").addEventListener("keydown", (event) => { const one = meant(event); if (one) move(event, one); });
   $("purge-all").addEventListener("click", async () => {
     if (!(await sure("Purge everything?", "All that this tenant stored, with its sets of tools and the numbers of its answers. Other tenants keep theirs.", "Purge all"))) return;
     try {
       const gone = await post("/v1/cache/purge");
       notice(`${plural(gone.runs, "run")} and ${plural(gone.sets, "set")} of tools are gone.`);
+      await pollLive(false); // it forgets what the service has forgotten
     } catch (error) { notice(error.message); }
-    chosen = null;
     nobody();
     await showMap();
   });

@@ -1,7 +1,7 @@
 // The view of the conversations that the service remembers. One can list, read, continue and forget them.
 
-import {get, remove} from "/web/api.js";
-import {$, ago, count, h, notice, plural, put, sure} from "/web/dom.js";
+import {get, remove} from "./api.js";
+import {$, ago, count, h, notice, plural, put, sure} from "./dom.js";
 
 let chosen = null;
 

@@ -1,6 +1,6 @@
 // Shows where one request's time went, how much of its prompt was found, and why reuse ended there.
 
-import {count, h, legend, ms, tierName} from "/web/dom.js";
+import {count, h, legend, ms, tierName} from "./dom.js";
 
 // The stages cover all the time before the first token. "prepare" is rendering, tokenizing and building constraints.
 const PHASES = [

@@ -1,7 +1,7 @@
 // Registered sets: one can choose one, register one (a sample, by paste or by upload), and remove one.
 
-import {get, post, remove} from "/web/api.js";
-import {$, bytes, count, h, ms, notice, plural, put, sure} from "/web/dom.js";
+import {get, post, remove} from "./api.js";
+import {$, bytes, count, h, ms, notice, plural, put, sure} from "./dom.js";
 
 let chosen = "";
 
@@ -30,7 +30,7 @@ async function forget(name) {
 }
 
 async function fillSamples() {
-  const samples = await get("/web/samples.json");
+  const samples = await get(new URL("./samples.json", import.meta.url).pathname);
   put($("samples"), samples.map((one) => h("button", {type: "button", class: "chip", onclick: () => {
     $("set-name").value = one.name;
     $("set-system").value = one.system;

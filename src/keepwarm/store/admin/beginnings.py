@@ -167,17 +167,18 @@ def _last_used(node: Node) -> float:
 
 
 def latest(nodes: Mapping[str, Node], most: int, used: Callable[[Node], float] = _last_used) -> list[Node]:
-    """Return about `most` runs at most: those used last, each with the runs that it continues.
+    """Return at most `most` runs: those used last, each with the runs that it continues. If there is no room for all of
+    these, those nearest to it are taken. The tree then begins within the conversation.
 
-    `used` returns when a run was used, as precisely as the caller may know it. Equal ones are ordered by their ids: the
-    order of `nodes` may reveal more than the caller may know.
+    `used` returns when a run was used, as precisely as the caller may know it. Of equal ones the longest prompt comes
+    first, then they are ordered by their ids: the order of `nodes` may reveal more than the caller may know.
     """
     kept: dict[str, Node] = {}
-    for node in sorted(nodes.values(), key=lambda node: (-used(node), node.entry.id)):
-        if len(kept) >= most:
-            break
+    for node in sorted(nodes.values(), key=lambda node: (-used(node), -_end(node), node.entry.id)):
         at: Node | None = node
-        while at is not None and at.entry.id not in kept:
+        while at is not None and at.entry.id not in kept and len(kept) < most:
             kept[at.entry.id] = at
             at = nodes.get(at.parent or "")
+        if len(kept) >= most:
+            break
     return list(kept.values())
