@@ -206,7 +206,7 @@ def test_the_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_ends_in_under_three_hours_and_makes_each_file_once() -> None:
-    assert sum(step.minutes for step in STEPS) < 150
+    assert sum(step.minutes for step in STEPS) < 155
     files = [name for step in STEPS for name in step.files]
     assert len(files) == len(set(files))
     assert len({step.name for step in STEPS}) == len(STEPS)
