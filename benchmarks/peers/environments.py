@@ -51,10 +51,7 @@ _GGML = {
     "avx512vbmi": "AVX512_VBMI",
     "avx512_vnni": "AVX512_VNNI",
     "avx512_bf16": "AVX512_BF16",
-    "amx_tile": "AMX_TILE",
-    "amx_int8": "AMX_INT8",
-    "amx_bf16": "AMX_BF16",
-}
+}  # not AMX: this version's code for it ends with an illegal instruction (`tilezero` before tiles are configured)
 
 
 def own(work: Path) -> Path:
