@@ -98,7 +98,8 @@ def llamacpp(work: Path) -> Path:
     options = _ggml_options()
     python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
     if not done.exists():
-        pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
+        # without pip's cache: it keeps a compiled wheel, whatever options it was compiled with
+        pip(python, "install", "--no-cache-dir", LLAMACPP, CMAKE_ARGS=" ".join(options))
         done.touch()
     return python
 
