@@ -242,10 +242,14 @@ STEPS = (
     ),
     Step(
         "gguf",
-        ("{python} benchmarks/gguf_files.py {models}/qwen2.5-0.5b.gguf --peer {llamacpp} --no-logits --output {out}",),
+        (
+            "{python} benchmarks/gguf_files.py --make-q8 {models}/qwen2.5-0.5b.gguf {out}/qwen2.5-0.5b-q8_0.gguf",
+            "{python} benchmarks/gguf_files.py {models}/qwen2.5-1.5b.gguf {models}/qwen2.5-0.5b.gguf"
+            " {out}/qwen2.5-0.5b-q8_0.gguf --peer {llamacpp} --no-logits --output {out}",
+        ),
         ("gguf.jsonl",),
-        4,
-        ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
+        5,
+        ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf"),
     ),
     Step(
         "prove",

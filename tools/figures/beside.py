@@ -210,6 +210,15 @@ def gguf() -> str:
     return table(("file", "", "Keepwarm, ms", "llama.cpp, ms", "times sooner"), rows)
 
 
+def gguf_memory() -> str:
+    latest = {each["file"]: each for each in records("gguf.jsonl")}
+    rows = [
+        (file, f"{each['file_mib']:,.0f}", *(f"{each['memory_mib'][side]:,.0f}" for side in ("ours", "theirs")))
+        for file, each in latest.items()
+    ]
+    return table(("file", "its size, MiB", "Keepwarm holds, MiB", "llama.cpp holds, MiB"), rows)
+
+
 def field() -> str:
     """The field's own tools: one row for each, Keepwarm beside vLLM."""
     found = {(each["tool"], each["server"]): each for each in records("field.jsonl")}
@@ -238,4 +247,5 @@ BLOCKS = {
     "llamaserver-page": llamaserver,
     "mlxlm-page": mlxlm,
     "gguf": gguf,
+    "gguf-memory": gguf_memory,
 }
