@@ -139,7 +139,7 @@ def page() -> str:
         )
         for each in records("page.jsonl")
     ]
-    return table(("", "ms from the start of a visit"), rows)
+    return elsewhere("page.jsonl") + table(("", "ms from the start of a visit"), rows)
 
 
 def codecs() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+USUAL = "avx512-bf16"  # the level of instructions that most files were made with, until one run has made them all
 EARLIER = Path(__file__).with_name("earlier.json")
 
 
@@ -39,10 +40,15 @@ def earlier(name: str) -> list[str]:
 
 
 def elsewhere(name: str) -> str:
-    """A line about a file that an earlier version made on another kind of machine; nothing about any other one."""
-    if run_of(name) or len(earlier(name)) < 3:
-        return ""
-    return f"By an earlier version, on {earlier(name)[2]}.\n\n"
+    """A line about a file of another machine than most files are of (sources.machine); nothing about any other one."""
+    if run := run_of(name):
+        level = run["machine"]["level"]
+        return (
+            ""
+            if level == USUAL
+            else f"On {run['machine']['cores']} cores of an {run['machine']['processor']}, `{level}`.\n\n"
+        )
+    return f"By an earlier version, on {earlier(name)[2]}.\n\n" if len(earlier(name)) > 2 else ""
 
 
 def summaries(name: str) -> list[Any]:
