@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -10,6 +11,8 @@ import pytest
 from tests.helpers.browser import ask, needs_chromium, opened, ready
 from tests.helpers.processes import DEADLINE, ServerProcess
 from tests.helpers.services import Keyed, weather
+
+import keepwarm
 
 VIEWS = ("Ask", "Cache map", "Live", "Sessions")
 HOSTILE = "<img src=x onerror='window.pwned=1'><script>window.pwned=1</script>"
@@ -337,3 +340,12 @@ def test_the_page_is_strict_about_what_it_loads(keyed: Keyed) -> None:
         wrongs = ["/web/none.js", "/web/..%2Fpage.py", "/web/%2e%2e/page.py", "/web/app.js%00", "/web/APP.js"]
         for wrong in [*wrongs, "/web/0/app.js", f"{folder}/none.js", f"{folder}/..%2Findex.html"]:
             assert http.get(wrong).status_code in (400, 404), wrong
+
+
+def test_no_element_has_the_name_of_a_view() -> None:
+    """A browser puts the focus on the element that an address like `/#ask` names."""
+    folder = Path(keepwarm.__file__).parent / "serving" / "web"
+    (views,) = re.findall(r"const VIEWS = \{(.*)\};", (folder / "app.js").read_text())
+    names = set(re.findall(r"(\w+):", views))
+    assert {"ask", "cache", "live", "sessions"} <= names
+    assert names & set(re.findall(r'id="([^"]+)"', (folder / "index.html").read_text())) == set()

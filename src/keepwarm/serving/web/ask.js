@@ -26,7 +26,7 @@ function show(card) {
 }
 
 function busy(on) {
-  $("ask").disabled = $("compare").disabled = on;
+  $("ask-button").disabled = $("compare").disabled = on;
   $("stop").hidden = !on;
 }
 
