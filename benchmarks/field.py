@@ -267,7 +267,8 @@ def _source(work: Path) -> Path:
                 raise RuntimeError(f"{SOURCE} is not the file that was expected")
             with tarfile.open(packed) as archive:
                 wanted = [each for each in archive.getmembers() if "/benchmarks/multi_turn/" in each.name]
-                archive.extractall(work / "vllm-source", wanted, filter="data")
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it from 3.11.4 on
+                archive.extractall(work / "vllm-source", wanted)
     return target
 
 

