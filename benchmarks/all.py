@@ -6,7 +6,7 @@
 The steps of `plan.py` run one after another. Each writes into a folder of its own under `build/bench`. If it ends with
 0, its files go to the folder of results, each behind a first line {"run": ...}: commit, machine, versions, when, how
 long, and the commands. A step is skipped if its files were made on this machine, with these versions, from this commit,
-or from one that differs in nothing but documents and results; so a run that was broken off goes on where it stopped.
+or from one that differs in documents, results and tests alone; so a run that was broken off goes on where it stopped.
 A step that fails stops no other one. The last lines, and the exit status, tell what is missing.
 
 `--models` has folders and GGUF files by the names in `plan.py`, `--traces` the request traces; both lie in `--work`
@@ -40,7 +40,8 @@ from keepwarm.runtime.native.build import level
 from keepwarm.runtime.processor import cpu_name
 
 VERSIONS = ("torch", "transformers", "keepwarm")
-NOT_CODE = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md")  # what may differ between two commits
+# what may differ between two commits; tests/helpers are not among it, because some benchmarks use them
+NOT_CODE = tuple(f":(exclude){each}" for each in ("benchmarks/results", "docs", "*.md", "tests/*/test_*.py"))
 PATIENCE = 4  # a step is ended when it takes so many times what it is expected to, and ten minutes
 INSTALLING = 3600  # seconds until making an environment counts as failed
 
@@ -72,12 +73,12 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def changed(root: Path) -> list[str]:
-    """Files of the working tree that are not as in the commit; results and documents apart."""
+    """Files of the working tree that are not as in the commit; results, documents and tests apart."""
     return git(root, "status", "--porcelain", "--", ".", *NOT_CODE).splitlines()
 
 
 def same_code(root: Path, one: str, other: str) -> bool:
-    """Whether two commits differ in nothing but documents and results. An unknown commit differs."""
+    """Whether two commits differ in nothing but documents, results and tests. An unknown commit differs."""
     command = ("git", "diff", "--quiet", one, other, "--", ".", *NOT_CODE)
     return one == other or subprocess.run(command, cwd=root, capture_output=True, check=False).returncode == 0
 

@@ -244,11 +244,12 @@ def test_another_replica_goes_on_from_a_remote_snapshot(
     model: Any, cold: Generation, tmp_path: Path, service: str, request: pytest.FixtureRequest
 ) -> None:
     remote = request.getfixturevalue("redis").url if service == "redis" else f"file://{tmp_path}/objects"
-    with opened(model, tmp_path / "one", remote=remote) as engine:
+    far = {"remote": remote, "remote_timeout": 20.0, "remote_load_timeout": 20.0}
+    with opened(model, tmp_path / "one", **far) as engine:
         ask(engine, FIRST)
         engine.flush()
         last = states(engine)[-1].end
-    with opened(model, tmp_path / "two", remote=remote) as engine:
+    with opened(model, tmp_path / "two", **far) as engine:
         found = ask(engine)
         assert (found.cached_by_tier[service], found.exactness) == (last, "exact")
         assert found.logits_digest == cold.logits_digest

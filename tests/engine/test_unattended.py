@@ -137,10 +137,10 @@ def test_what_comes_from_a_remote_tier_is_kept_whole(
     model: Any, plain: Engine, tokenizer: Any, tmp_path: Path, step: int
 ) -> None:
     prompt = [*ids(6 * step, 0), 5]
-    far = f"file://{tmp_path / 'far'}"
-    with opened(model, tokenizer, tmp_path / "a", step, remote=far) as engine:
+    far = {"remote": f"file://{tmp_path / 'far'}", "remote_timeout": 20.0, "remote_load_timeout": 20.0}
+    with opened(model, tokenizer, tmp_path / "a", step, **far) as engine:
         engine.warm(prompt)
-    with opened(model, tokenizer, tmp_path / "b", step, remote=far) as engine:
+    with opened(model, tokenizer, tmp_path / "b", step, **far) as engine:
         (tier,) = right(engine, plain, prompt).cached_by_tier
         assert tier in engine.pipeline.archive.remotes.names
     with opened(model, tokenizer, tmp_path / "b", step) as engine:

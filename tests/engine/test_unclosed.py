@@ -160,8 +160,9 @@ def test_a_session_that_is_left_open_is_settled(script: Script) -> None:
 def test_a_remote_tier_gets_what_was_not_written_yet(script: Script, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     remote = (tmp_path / "remote").as_uri()
-    script.run(f"engine = made(store=None, remote={remote!r})\nengine.generate(WORDS, max_new_tokens=2)\n")
-    found = script.run(f"with made(store=None, remote={remote!r}) as e: print(e.explain(WORDS).cached_tokens > 0)")
+    far = f"remote={remote!r}, remote_timeout=20.0"
+    script.run(f"engine = made(store=None, {far})\nengine.generate(WORDS, max_new_tokens=2)\n")
+    found = script.run(f"with made(store=None, {far}) as e: print(e.explain(WORDS).cached_tokens > 0)")
     assert found.stdout == "True\n"
 
 

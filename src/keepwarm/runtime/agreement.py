@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -45,8 +47,9 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
         states = () if ours.lean is None else ours.lean.states
         arena = Arena(kept.geometry, size, ours.port, form=replace(kept.form, kernel_states=states))
         arena.lora = lora
-        mine = run(ours, arena.cache)
-        theirs = run(own, Arena(kept.geometry, size, own.port, form=replace(kept.form, kernel_states=())).cache)
+        with _whole_products():
+            mine = run(ours, arena.cache)
+            theirs = run(own, Arena(kept.geometry, size, own.port, form=replace(kept.form, kernel_states=())).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return first_line(error)
     if theirs.isfinite().all() and not mine.isfinite().all():
@@ -59,6 +62,22 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
     if shares[row] <= (_NEAR_EXPERTS if routed else _bound(ours, own)):
         return ""
     return f"logits differ by {apart[row]:.3g} at a scale of {scales[row]:.3g}"
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
+    """Let torch multiply float32 as it is. A process may have it rounded to bfloat16 first, on processors with matrix
+    units (`torch.set_float32_matmul_precision("medium")`): logits then differ by more than any bound, and not because
+    of us."""
+    switch = getattr(torch.backends.mkldnn, "matmul", None)
+    if switch is None or switch.fp32_precision in ("none", "ieee"):
+        yield
+        return
+    before, switch.fp32_precision = switch.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
 
 
 def _bound(ours: Runner, own: Runner) -> float:
