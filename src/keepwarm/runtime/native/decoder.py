@@ -10,7 +10,7 @@ import copy
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,53 +27,31 @@ from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Chosen
 from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.packing import LOG2E, Packing
-from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
-from keepwarm.runtime.native.reads import Taking
+from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.recurrent import Runs
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
+from keepwarm.runtime.native.windows import differing
+from keepwarm.runtime.stepping import ArrivingLayers
 
 _POSITIONS = 4096  # positions of one piece of the rotary tables
-
-
-class ArrivingLayers(Protocol):
-    """Keys and values that are arriving at a sequence."""
-
-    def taking(self) -> Taking | None:
-        """Return the reads that the step's own threads can do, or None if they cannot do all of them."""
-        ...
-
-    def passed(self, layer: int) -> None:
-        """Note that the step's threads have read all layers before this one, and not this one."""
-        ...
-
-    def arrive(self, layer: int) -> None:
-        """Wait for a layer."""
-        ...
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
     """Return why a model does not run here, or an empty text if it does. `windows` are those of its cache's layers with
     keys and values, in positions; None stands for all positions."""
-    if any(window is not None and window < UNIT for window in windows):
-        return f"a window of fewer than {UNIT} positions"
     try:
         found = described(model)
     except NotCovered as reason:
         return str(reason)
-    attending = [at for at, layer in enumerate(found.layers) if layer.attention is not None]
-    apart = [each for each in zip(attending, found.attended, windows, strict=False) if each[1] != each[2]]
-    if len(windows) != len(attending):
-        return f"a cache of {len(windows)} layers with keys for a model of {len(attending)}"
-    return _told(*apart[0]) if apart else ""
-
-
-def _told(layer: int, masked: int | None, kept: int | None) -> str:
-    names = [f"{window} positions" if window else "all positions" for window in (masked, kept)]
-    return f"layer {layer} attends to {names[0]}, and transformers' cache is made for {names[1]}"
+    return differing(found, windows)
 
 
 class LeanDecoder:
     """Runs forward passes over one model's weights, which it packs once. Only one call may run at a time."""
+
+    name = "lean"
+    is_threaded = True
+    reads_encoded = True
 
     def __init__(
         self,

@@ -43,6 +43,6 @@ class Outline:
         name, whole = self._found[max(at, 0)]
         offset = tensor.data_ptr() - whole.data_ptr()
         if at < 0 or offset >= whole.numel() * whole.element_size():
-            held = tensor.detach().contiguous().view(torch.uint8).numpy()
+            held = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
             return [hashlib.sha256(held.tobytes()).hexdigest(), list(tensor.shape)]
         return [name, offset, list(tensor.shape), list(tensor.stride())]

@@ -67,8 +67,9 @@ _UNUSUAL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 _OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
-def described(model: Any) -> Description:
-    """Describe a model. Raises NotCovered, with the reason, if the kernels cannot run it."""
+def described(model: Any, *, anywhere: bool = False) -> Description:
+    """Describe a model on the processor, or on any one device if it may be `anywhere`. Raises NotCovered, with the
+    reason, if the kernels cannot run it."""
     name = type(model).__name__
     if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
         raise NotCovered(f"{name} is not one of {', '.join(COVERED)}")
@@ -80,10 +81,12 @@ def described(model: Any) -> Description:
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise NotCovered("attention to what follows")
     tensors = list(model.parameters())
-    dtype = tensors[0].dtype
-    if dtype not in (torch.float32, torch.bfloat16):
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if dtype not in (torch.float32, torch.bfloat16, *((torch.float16,) if anywhere else ())):
         raise NotCovered(f"dtype {dtype}")
-    if any(t.dtype is not dtype or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+    if not anywhere and device.type != "cpu" or any(
+        t.dtype is not dtype or t.device != device or not t.is_contiguous() for t in tensors
+    ):
         raise NotCovered("weights of mixed dtype or device")
     try:
         describe, windows_of = _FAMILIES[name]

@@ -3,7 +3,7 @@ families use the functions of this file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -132,12 +132,14 @@ def table(module: Any, interleaved: bool = False, **which: str) -> Table:
 
 
 def _rotary(
-    module: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    module: Any,
     interleaved: bool,
     which: Mapping[str, str],
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cosine, sine = (each[0] for each in module(torch.empty(1, dtype=torch.float32), positions[None], **which))
+    where = next(module.buffers(), torch.empty(0)).device  # the computing device, not that of the positions
+    given = torch.empty(1, dtype=torch.float32, device=where), positions[None].to(where)
+    cosine, sine = (each[0] for each in module(*given, **which))
     if interleaved:
         return cosine[:, ::2], sine[:, ::2]
     half = cosine.shape[-1] // 2

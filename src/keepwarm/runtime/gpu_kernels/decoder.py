@@ -1,0 +1,272 @@
+"""Runs steps through the Triton kernels, on a model's weights where they lie on the device.
+
+Sequences are read and written by address (`native.places`). A row's bits depend on its tokens and positions alone, as
+with the lean decoder: see `products` and `attention`. What a step needs is brought to the device in one copy, and no
+call waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from transformers import PreTrainedModel
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.identity import canonical_json, digest
+from keepwarm.runtime.gpu_kernels.launch import INTERPRETED, Heads, Launch, Tiles
+from keepwarm.runtime.gpu_kernels.reasons import missing, uncovered
+from keepwarm.runtime.gpu_kernels.step import Attended, Step, flat, pieces, prepared
+from keepwarm.runtime.native.description import Attention, Description, LayerParts
+from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.outline import Outline
+from keepwarm.runtime.native.places import MOVE, Placed, Region, Sequenced, scattered, works
+from keepwarm.runtime.stepping import ArrivingLayers
+
+_POSITIONS = 4096  # positions of one piece of the rotary tables
+_RESULTS = 64 << 20  # bytes of the results of attention's parts that are in memory at the same time
+
+Seen = Callable[[int, torch.Tensor], None]
+
+
+class TritonDecoder:
+    """Runs forward passes over one model's weights. Only one call may run at a time."""
+
+    name = "triton"
+    is_threaded = is_routed = in_blocks = reads_encoded = False
+    states: tuple[int, ...] = ()
+
+    def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
+        """`windows` are those of the cache's layers, in positions; None stands for all. Raises ValueError if the
+        kernels do not run the model."""
+        self.device = model.get_input_embeddings().weight.device
+        if reason := missing(self.device) or uncovered(model, windows):
+            raise ValueError(reason)
+        parts = described(model, anywhere=True)
+        self.dtype = model.dtype
+        self.scaling = parts.scaling
+        self.threads: int | None = None
+        self._parts, self._windows = parts, tuple(windows)
+        launch = Launch(self.dtype, parts.centred, Tiles.of(self.dtype, parts.heads // parts.kv_heads))
+        self._launch = launch
+        self._heads = _heads(parts, launch)
+        self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
+        self._reached = 0
+        self._tables = [[torch.empty(0, parts.rotary // 2, device=self.device)] * 2 for _ in parts.tables]
+        self._grow(1)
+        self.digest = kernels_digest(self.device)
+        # What the model's modules compute beside their weights is part of the arithmetic identity.
+        self.constants = digest(
+            "keepwarm triton constants 1",
+            canonical_json([Outline(model).of(parts), parts.activation, parts.scaling]),
+            *(table.cpu().numpy().tobytes() for pair in self._tables for table in pair),
+        ).hex()
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """None: the weights are the model's own."""
+        return {}
+
+    def adapted(self) -> None:
+        """Return None: there are no kernels for rows with an adapter."""
+
+    def apart(self) -> TritonDecoder:
+        """Return a decoder with the same weights, and with tables of its own, for steps beside this one's."""
+        other = copy.copy(self)
+        other._tables = [[*pair] for pair in self._tables]
+        return other
+
+    def step(
+        self,
+        tokens: Sequence[TokenIds],
+        starts: Sequence[int],
+        sequences: Sequence[Sequenced],
+        wanted: Sequence[int],
+        arrivals: ArrivingLayers | None = None,
+    ) -> torch.Tensor:
+        """Run the next tokens of several sequences at once: see `LeanDecoder.step`. The logits are on the device.
+
+        `arrivals` is asked for each layer before the layer's memory is read or written.
+        """
+        _refuse_adapters(sequences)
+        ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
+        ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
+        positions = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in zip(starts, ends, strict=True)])
+        return self._run(ids, positions, works(starts, ends, sequences), wanted, arrivals=arrivals)
+
+    def rows(
+        self,
+        tokens: TokenIds,
+        positions: npt.NDArray[np.int64],
+        sequence: Sequenced,
+        wanted: Sequence[int],
+        layers: int | None = None,
+        seen: Seen | None = None,
+    ) -> torch.Tensor:
+        """Run tokens at any rising `positions` of one sequence: see `LeanDecoder.rows`."""
+        _refuse_adapters([sequence])
+        ids, at = np.asarray(tokens, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        return self._run(ids, at, scattered(at, sequence), wanted, layers, seen=seen)
+
+    def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
+        """Copy rows of every layer and head from one region to another."""
+        regions = flat(np.array([region.record for region in (source, target)], dtype=Region.DTYPE))
+        moves = pieces(np.array([(row, 1 << 32 | at, rows)], MOVE))
+        with self._on_device():
+            numbers = torch.from_numpy(np.concatenate([regions.ravel(), moves.ravel()]))
+            if self.device.type != "cpu":
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            here = torch.empty(1, dtype=self.dtype, device=self.device)
+            count = regions.size
+            self._heads.move(numbers[count:], numbers[:count], here, 0, len(self._parts.layers))
+
+    def _run(
+        self,
+        ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        placed: Placed,
+        wanted: Sequence[int],
+        layers: int | None = None,
+        arrivals: ArrivingLayers | None = None,
+        seen: Seen | None = None,
+    ) -> torch.Tensor:
+        """Run the layers, all of them or the first `layers`. The pass ends with the keys and values of the last one if
+        nothing is wanted of it."""
+        parts, every = self._parts, self._parts.layers[:layers]
+        with self._on_device():
+            self._grow(int(positions.max()) + 1)
+            at = ids, positions, placed, wanted, self.device, set(self._windows), self._heads.rows, self._most
+            step = prepared(*at)
+            results = self._results(step.results)
+            x = self._launch.embed(step.tokens, parts.embedding, parts.embedded)
+            for number, layer in enumerate(every):
+                queries = self._queries(number, layer, x, step, arrivals)
+                if seen is not None:
+                    seen(number, queries.float())
+                is_last = number + 1 == len(every)
+                if is_last and (layers is not None or not len(wanted)):
+                    break
+                mixed = self._attended(number, queries, step, step.few if is_last else step.every, results)
+                if is_last and not step.wants_all:
+                    x, mixed = x.index_select(0, step.wanted), mixed.index_select(0, step.wanted)
+                self._onward(layer, x, mixed)
+            else:
+                return self._launch.logits(self._launch.norm(x, parts.norm), parts.head, parts.logit, parts.logit_cap)
+            return torch.empty(0, len(parts.head), dtype=torch.float32, device=self.device)
+
+    def _queries(
+        self, number: int, layer: LayerParts, x: torch.Tensor, step: Step, arrivals: ArrivingLayers | None
+    ) -> torch.Tensor:
+        """Write a layer's keys and values, and return its queries."""
+        attention, heads = _attention(layer), self._heads
+        h = self._launch.norm(x, layer.before)
+        qkv = torch.empty(len(x), heads.width, dtype=torch.float32, device=self.device)
+        begin = 0
+        for linear in attention.reads:
+            end = begin + linear.weight.shape[0]
+            self._launch.product(h, linear, qkv[:, begin:end])
+            begin = end
+        if arrivals is not None:
+            arrivals.arrive(number)
+        if len(step.moves):
+            heads.move(step.moves, step.regions, h, number)
+        table = None if attention.table is None else self._tables[attention.table]
+        norms = attention.q_norm, attention.k_norm
+        pair = None if table is None else (table[0], table[1])
+        return heads.place(qkv, norms, pair, step.positions, step.slots, step.regions, number)
+
+    def _attended(
+        self, number: int, queries: torch.Tensor, step: Step, plan: list[Attended], results: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Return the results of a layer's attention, in the rows of `plan`."""
+        heads, window = self._heads, self._windows[number]
+        sinks = _attention(self._parts.layers[number]).sinks
+        out = torch.empty(len(queries), heads.heads * heads.dim, dtype=self.dtype, device=self.device)
+        for each in plan:
+            jobs = each.jobs[window]
+            where = step.pages, step.regions, each.cells, results
+            heads.attend(queries, step.positions, each.members, jobs, *where, number, window)
+            heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
+        return out
+
+    def _onward(self, layer: LayerParts, x: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Add the results of a layer's two parts to `x`."""
+        launch, parts, mlp = self._launch, self._parts, layer.mlp
+        assert mlp is not None  # as `reasons` says
+        more = launch.product(mixed, _attention(layer).o)
+        if not parts.parallel:
+            launch.add(x, more, layer.after, parts.residual)
+        inner = launch.widen(launch.norm(x, layer.before_mlp), mlp)
+        if parts.parallel:
+            launch.add(x, more, layer.after, parts.residual)
+        launch.add(x, launch.product(inner, mlp.down), layer.after_mlp, parts.residual)
+
+    def _results(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return memory for the results of attention's parts: maxima, totals and sums."""
+        lanes, dim = count * self._heads.heads, self._heads.dim
+        tops, totals, sums = (torch.empty(size, dtype=torch.float32, device=self.device) for size in (lanes, lanes, lanes * dim))
+        return tops, totals, sums
+
+    def _grow(self, positions: int) -> None:
+        """Extend the rotary tables to so many positions, in float32, by the model's own module. They are made piece by
+        piece, so that a position's numbers do not depend on how many positions there are."""
+        if positions <= self._reached:
+            return
+        starts = range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
+        with torch.inference_mode():
+            for pair, rotary in zip(self._tables, self._parts.tables, strict=True):
+                made = [rotary(torch.arange(start, start + _POSITIONS)) for start in starts]
+                pair[:] = (
+                    torch.cat([table, *(piece[which].to(self.device) for piece in made)]).contiguous()
+                    for which, table in enumerate(pair)
+                )
+        self._reached += len(starts) * _POSITIONS
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Launch kernels on the model's device, whatever the calling thread's current one is."""
+        return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
+
+
+def _heads(parts: Description, launch: Launch) -> Heads:
+    return Heads(
+        launch,
+        heads=parts.heads,
+        kv_heads=parts.kv_heads,
+        dim=parts.dim,
+        rotary=parts.rotary,
+        interleaved=parts.interleaved,
+        wide=parts.wide_norms,
+        scaling=parts.scaling,
+        cap=parts.score_cap,
+    )
+
+
+def kernels_digest(device: torch.device) -> str:
+    """Return what decides the kernels' arithmetic: their code, Triton, and what they are compiled for."""
+    made = hashlib.sha256()
+    for name in ("rows", "products", "attention", "launch", "plan", "decoder"):
+        made.update(resources.files(__package__ or "").joinpath(f"{name}.py").read_bytes())
+    target = "interpreted"
+    if not INTERPRETED:
+        found = torch.cuda.get_device_properties(device)
+        target = str(getattr(found, "gcnArchName", (found.major, found.minor)))
+    made.update(f"{triton.__version__} {target}".encode())
+    return made.hexdigest()
+
+
+def _attention(layer: LayerParts) -> Attention:
+    assert layer.attention is not None  # as `reasons` says
+    return layer.attention
+
+
+def _refuse_adapters(sequences: Sequence[Sequenced]) -> None:
+    if any(sequence.lora is not None for sequence in sequences):
+        raise RuntimeError("the Triton kernels compute no rows with an adapter")

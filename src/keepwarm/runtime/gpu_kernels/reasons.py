@@ -1,0 +1,57 @@
+"""Says whether a model runs on the Triton kernels, and why not. This needs no Triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from keepwarm.runtime.native.blocks import Blocks
+from keepwarm.runtime.native.description import Description, NotCovered
+from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.windows import differing
+
+_INTERPRETED = ("1", "true", "on", "yes", "y")  # values of TRITON_INTERPRET
+
+
+def missing(device: torch.device) -> str:
+    """Return why the kernels do not run on a device; empty if they do."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install 'keepwarm[triton]')"
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _INTERPRETED
+    if device.type == "cpu" and not interpreted:
+        return "Triton's kernels run on a GPU, and the model is on the processor, where the compiled kernels are quicker"
+    if device.type == "cuda" and interpreted:
+        return "TRITON_INTERPRET is set: Triton's interpreter has no GPU"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton has no kernels for {device.type}"
+    return ""
+
+
+def uncovered(model: Any, windows: Sequence[int | None]) -> str:
+    """Return why a model does not run on the kernels; empty if it does. `windows` are those of its cache's layers."""
+    try:
+        found = described(model, anywhere=True)
+        _check(found)
+    except NotCovered as reason:
+        return str(reason)
+    return differing(found, windows)
+
+
+def _check(found: Description) -> None:
+    """Raise NotCovered for what only the kernels for the processor compute."""
+    if found.experts:
+        raise NotCovered("experts")
+    if found.recurrent:
+        raise NotCovered("recurrent states")
+    if isinstance(found.head, Blocks):
+        raise NotCovered("weights in blocks")
+    if any(attention.gate is not None for attention in found.attentions):
+        raise NotCovered("gates of attention")
+    if found.activation == "clamped":
+        raise NotCovered("activation 'clamped'")
+    if any(each.weight.stride() != (each.weight.shape[1], 1) for layer in found.layers for each in layer.products):
+        raise NotCovered("weights that do not lie row after row")
