@@ -65,8 +65,7 @@ class Batcher:
         self.max_batch, self.max_queue, self.max_prefill_tokens = max_batch, max_queue, max_prefill_tokens
         self._runner = engine.pipeline.model.runner
         count = self._count_pages()
-        lean = self._runner.lean is not None
-        self._memory = KVPages(engine.pipeline.model.geometry, count, partial(_kernels, self._runner)) if lean else None
+        self._memory = self._pages(count) if self._runner.lean is not None else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
         pool = self.pool
         self._on_purge: Callable[[frozenset[bytes]], object] = lambda _: pool.forget_all()
@@ -191,6 +190,10 @@ class Batcher:
         if not count:
             raise ConfigError(f"max_pages is {self.engine.pipeline.config.max_pages} bytes, and one page takes {size}")
         return count if window is None else min(count, self.max_batch * pages_for(window))
+
+    def _pages(self, count: int) -> KVPages:
+        runner = self._runner
+        return KVPages(self.engine.pipeline.model.geometry, count, partial(_kernels, runner), runner.port)
 
     # ---- the worker ----
 

@@ -218,6 +218,7 @@ class Rounds:
             return
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
+        placed.arena.in_turn()
         sequence.fill(placed.arena.sequenced(), len(job.tokens), names, placed.arena.gap)
         if not self._pipeline.archive.allows(placed.linked.epoch, placed.linked.tags):
             for name in names:  # a purge came meanwhile, and may have removed all names before these were added

@@ -67,4 +67,4 @@ class EngineArgs(TypedDict, total=False):
     session_ttl: float | None
     template_args: dict[str, Any]
     trust_remote_code: bool
-    attention: Literal["auto", "model"]
+    attention: Literal["auto", "model", "triton"]

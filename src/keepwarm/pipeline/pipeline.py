@@ -378,7 +378,7 @@ def _check_encoded(runner: Runner, geometry: KVGeometry, config: EngineConfig) -
     if config.kv_in_memory != "encoded":
         return
     cure = "take kv_in_memory='decoded', which keeps KV encoded in RAM and on disk and decodes it for attention"
-    if runner.lean is None:
+    if runner.lean is None or not runner.lean.reads_encoded:
         raise UnsupportedModel(
             "kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them (on "
             f"{runner.device.type}; the log of level INFO says why): {cure}"

@@ -220,6 +220,7 @@ class PrefixLoader:
         ends = [start + len(part) for part, start in zip(tokens, starts, strict=True)]
         for each, start in zip(placed, starts, strict=True):
             each.arena.check(start)
+            each.arena.in_turn()
         sequences = [each.arena.sequenced(end) for each, end in zip(placed, ends, strict=True)]
         try:
             logits = self._runner.step_together(tokens, starts, sequences)

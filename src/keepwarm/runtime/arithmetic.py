@@ -106,17 +106,19 @@ _SMALLEST = sys.float_info.min
 class Invariant(NamedTuple):
     """Our own kernels' arithmetic, as it is set now."""
 
-    kernels: str  # digest of their machine code
+    kernels: str  # digest of their machine code; of the code and its compiler for a GPU
     constants: str  # digest of the tables and scalars that they take from the model's modules
+    decoder: str = "lean"  # which one runs them
+    device: str = "cpu"
 
     @property
     def identity(self) -> ArithmeticIdentity:
         return ArithmeticIdentity(
             torch="",
-            device="cpu",
+            device=self.device,
             instruction_set="",  # the machine code's digest covers it
             threads=0,
-            attention=f"lean:{self.kernels}",
+            attention=f"{self.decoder}:{self.kernels}",
             constants=self.constants,
         )
 
@@ -193,7 +195,7 @@ class Surroundings:
 def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Scheduled:
     """Return the arithmetic of a runner, as it is set now."""
     if (lean := runner.lean) is not None:
-        return Invariant(lean.digest, lean.constants)
+        return Invariant(lean.digest, lean.constants, lean.name, runner.device.type)
     own = f"transformers:{runner.model.config._attn_implementation}"
     return Scheduled(
         surroundings,

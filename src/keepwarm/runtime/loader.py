@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,18 @@ from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.alone import Alone
-from keepwarm.runtime.arena.form import CacheForm, LayerForm
+from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
+from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
-from keepwarm.runtime.filling import forget_files, packed
+from keepwarm.runtime.filling import forget_files
 from keepwarm.runtime.gguf import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.int4.folder import kept_int4
-from keepwarm.runtime.native.build import kernels, level
-from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.native.build import level
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
 from keepwarm.runtime.runner import Runner
@@ -105,7 +104,7 @@ class LoadedModel:
                 self._check_form()
                 watch = WeightWatch(self.model)  # before tensors are read, so that the next call sees later changes
                 if self.runner.lean is not None:
-                    self.runner.lean = _lean_decoder(self.model, self.geometry)  # its weights are packed copies
+                    self.runner.lean = again(self.runner.lean, self.model, self.geometry)  # it has copies of weights
                     self._check_states()
                 buffers = buffers_of(self.model)
                 self.identity = model_identity(
@@ -304,10 +303,12 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     """Choose the compiled kernels if they agree with the model, else the prefix + step kernel if it does, else the
     model's own attention."""
     model, geometry = own.model, kept.geometry
-    if kept.serial:
+    if kept.serial and config.attention != "triton":
         return Runner(model, None, port=own.port, serial=True)
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     none = kept.uncached_reason or wide or not geometry.layers
+    if config.attention == "triton":
+        return on_triton(own, kept, "no KV that our kernels can keep" if none else "")
     if none or config.attention == "model":
         return own
     ours = own
@@ -316,9 +317,9 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         if reason := disagreement(ours, own, kept):
             log.info("using the model's own attention: %s", reason)
             ours = own
-    if not own.port.is_host or not _is_for_kernels(kept.form):
+    if not own.port.is_host or not is_for_kernels(kept.form):
         return ours
-    lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
+    lean = Runner(model, ours.attention, lean_decoder(model, geometry), own.port)
     if lean.lean is None:
         return ours
     if reason := disagreement(lean, own, kept):
@@ -330,30 +331,12 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     return lean
 
 
-def _is_for_kernels(form: CacheForm) -> bool:
-    """Whether each layer has either plain keys and values, in order, or a state alone."""
-    numbers = [layer.kv for layer in form.each if layer.kv is not None]
-    usual = (LayerForm(None, states=0), *map(LayerForm, numbers))
-    return form.own is None and numbers == sorted(numbers) and all(layer in usual for layer in form.each)
-
-
 def _form(kept: Kept, runner: Runner) -> CacheForm:
     """Return what arenas keep of each layer. The compiled kernels keep states in a form of their own."""
     if runner.lean is None or not runner.lean.states:
         return kept.form
     sample = [*map(KernelState, runner.lean.states)]
     return replace(kept.form, kernel_states=runner.lean.states, state_bytes=state_bytes(sample))
-
-
-def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | None:
-    windows = [layer.window for layer in geometry.layers]
-    if reason := unsupported(model, windows):
-        log.info("every step runs through transformers: %s", reason)
-        return None
-    in_blocks = packed(model)
-    found = kernels(in_blocks=in_blocks)
-    adapted = partial(kernels, in_blocks=in_blocks, adapters=True)
-    return None if found is None else LeanDecoder(model, found, windows, adapted)
 
 
 def _context_window(text: Any) -> int | None:

@@ -19,8 +19,10 @@ from keepwarm.core.lora import Lora
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena.gap import NO_GAP, Gap
+from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Recurrent, Region, Sequenced
+from keepwarm.runtime.page_memory import PageMemory
 from keepwarm.store.page_pool import PagePool
 
 CopyRows = Callable[[Region, int, Region, int, int], None]  # source, its row, target, its row, rows
@@ -50,9 +52,16 @@ def page_names(blocks: Chain, length: int) -> list[bytes]:
 class KVPages:
     """`count` pages of memory, allocated and touched once, and the pool that tracks their use."""
 
-    def __init__(self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None]) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        count: int,
+        kernels: Callable[[], CopyRows | None],
+        port: DevicePort | None = None,
+    ) -> None:
         """`kernels` returns the function that copies rows of all layers and heads between regions, or None once the
-        model runs without the lean decoder. All layers must have one shape."""
+        model runs without a decoder of ours. All layers must have one shape. `port` is a port to the device that
+        computes; None: the host."""
         shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry.layers}
         if len(shapes) != 1:
             raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
@@ -61,20 +70,17 @@ class KVPages:
         self.kernels = kernels
         self.geometry = geometry
         self.pool = PagePool(count)
-        self._memory = (
-            HostPort().allocate(count * page_bytes(geometry)).tensor
-        )  # on the host, where alone the kernels run
-        self._memory.zero_()  # touched now, not within a request's time
+        rows = count * PAGE
+        self.memory = PageMemory(port or HostPort(), 2 * len(geometry.layers), layer.kv_heads, rows, row)
         # The pages of one head are contiguous, so those of one prompt are mostly read as one stream.
-        head = count * PAGE * row
-        self.region = Region.even(self._memory.data_ptr(), layer.kv_heads * head, head)
-        # `[heads, rows, head_bytes]` for keys and values of each layer
-        self.planes: Bytes = self._memory.numpy().reshape(2 * len(geometry.layers), layer.kv_heads, count * PAGE, row)
+        head = rows * row
+        self.region = Region.even(self.memory.address, layer.kv_heads * head, head)
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
         kernels = self.kernels()
         if kernels is None:
-            raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
+            raise RuntimeError("the model stopped running on a decoder of ours while requests were under way")
+        self.memory.take_turn()
         kernels(source, row, target, at, rows)
 
     def admit(self, positions: int, names: Sequence[bytes], lora: Lora | None = None) -> PagedSequence | None:
@@ -125,6 +131,8 @@ class PagedSequence:
 
     @property
     def sequenced(self) -> Sequenced:
+        """Where its pages are, for the calling thread's next step."""
+        self._memory.memory.take_turn()
         if self._table is None:
             places = np.array(self._places, dtype=np.int64)
             self._table = Sequenced(tuple(self._regions), places, lora=self.lora, state=self._state)
@@ -227,14 +235,13 @@ class PagedSequence:
             places = np.array(self._places[first : pages_for(end)], dtype=np.int64)
             positions = np.arange(start, end)
             self._read = start, end, places[positions // PAGE - first] + positions % PAGE
-        found: Bytes = self._memory.planes[2 * layer + kv].take(self._read[2], axis=1)
-        return found
+        return self._memory.memory.read(2 * layer + kv, self._read[2])
 
     def copy_to(self, data: Bytes, start: int, end: int) -> bool:
         """See `core.ports.WholeSource`. Adjacent pages take one kernel call, so a copy during a batch's steps holds the
         interpreter's lock only briefly."""
         kernels = self._memory.kernels()
-        if kernels is None or not self.is_plain:
+        if kernels is None or not self.is_plain or not self._memory.memory.is_host:
             return False
         heads, rows = self.geometry.layers[0].kv_heads, end - start
         head = rows * self.geometry.head_bytes(0, 0)

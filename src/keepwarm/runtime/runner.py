@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
 from keepwarm.runtime.dispatch import device_of, devices, without_autocast
 from keepwarm.runtime.lock import TurnLock
-from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.places import Sequenced
 
 ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
@@ -63,7 +63,7 @@ class Runner:
         self,
         model: PreTrainedModel,
         attention: str | None,
-        lean: LeanDecoder | None = None,
+        lean: Decoder | None = None,
         port: DevicePort | None = None,
         *,
         serial: bool = False,
@@ -188,7 +188,7 @@ class Runner:
         lean = self.lean
         if lean is None or self.model.training:
             raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
-        with self.lock, torch.inference_mode():
+        with self.lock, self._room(), torch.inference_mode():
             if all(sequence.lora is None for sequence in sequences):
                 return lean.step(tokens, starts, sequences, _last(tokens))
             passes = _passes(sequences)
@@ -199,11 +199,15 @@ class Runner:
             ]
             return torch.cat(each)[np.argsort([i for which in passes for i in which])]
 
-    def _lean_for(self, cache: Cache) -> LeanDecoder | None:
+    def _room(self) -> AbstractContextManager[None]:
+        """Say what is to be done if a device has no memory for a step."""
+        return nullcontext() if self.port.is_host else self.port.memory_for("a step")
+
+    def _lean_for(self, cache: Cache) -> Decoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
 
     def _run_lean(
-        self, lean: LeanDecoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]
+        self, lean: Decoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         arena, most = cache.arena, None if self.lock.is_preferred else self.piece
@@ -213,14 +217,13 @@ class Runner:
         return self._lean_step(lean, tokens, arena, start, wanted)
 
     def _lean_step(
-        self, lean: LeanDecoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
+        self, lean: Decoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
     ) -> torch.Tensor:
         arena.check(start)
-        with self.lock, torch.inference_mode():
+        with self.lock, self._room(), torch.inference_mode():
             sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving
-            arrivals = arena if arena.arrivals else None
             try:
-                logits = lean.step([tokens], [start], [sequence], wanted, arrivals)
+                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving)
             except BaseException:
                 arena.states.lose()
                 raise

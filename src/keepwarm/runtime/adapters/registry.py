@@ -18,7 +18,7 @@ from keepwarm.runtime.adapters.peft_folder import read
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.identity import tensors_digest
-from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Low, PackedLora, Places
@@ -108,8 +108,8 @@ class Adapters:
         self._prove(lora, changes, apart)
         return lora
 
-    def _lean(self, name: str) -> LeanDecoder:
-        if (lean := self._runner.lean) is None:
+    def _lean(self, name: str) -> Decoder:
+        if (lean := self._runner.lean) is None or lean.name != "lean":
             raise UnsupportedModel(
                 f"adapter {name!r}: adapters need the compiled kernels, and this model does not run on them (the log "
                 "of level INFO says why): load the adapter's folder as the model, which runs through transformers"
@@ -123,7 +123,7 @@ class Adapters:
             raise UnsupportedModel(f"adapter {name!r}: the kernels for adapters do not compile (the log says why)")
         return lean
 
-    def _prove(self, lora: Lora, changes: Mapping[str, Low], lean: LeanDecoder) -> None:
+    def _prove(self, lora: Lora, changes: Mapping[str, Low], lean: Decoder) -> None:
         """Show that rows are invariant, once for each set of ranks: it depends on nothing else of an adapter."""
         shape = tuple((module, len(low.a)) for module, low in changes.items())
         if shape in self._proved:

@@ -22,11 +22,13 @@ from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.gap import NO_GAP, first_attended
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
+from keepwarm.runtime.arena.in_turn import InTurn
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import allocate, layout
 from keepwarm.runtime.native.places import Region, Sequenced
 from keepwarm.runtime.native.reads import Taking
+from keepwarm.runtime.stepping import ArrivingLayers
 from keepwarm.runtime.waiting import Waiting
 
 
@@ -241,16 +243,32 @@ class Arena:
         self.states.moved(length)
 
     @property
+    def arriving(self) -> ArrivingLayers | None:
+        """What a step of ours asks for each layer before it reads or writes it; None if all is in place. On a device
+        the layer is then copied there, and the calling thread's further work waits for that."""
+        if not self.port.is_host:
+            return InTurn(self.layers)
+        return self if self.arrivals else None
+
+    def in_turn(self) -> None:
+        """Have all layers on the device before what the calling thread computes next. The host reads what lies
+        elsewhere where it is."""
+        if not self.port.is_host:
+            for layer in range(len(self.layers)):
+                InTurn(self.layers).arrive(layer)
+
+    @property
     def region(self) -> Region:
-        """The arena's own memory for the kernels. Only on the host, and if all layers have one shape."""
+        """The arena's own memory for the kernels, if all layers have one shape and one device."""
         keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
         return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
     def sequenced(self, end: int | None = None) -> Sequenced:
         """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena.
-        Windowed layers are first copied into the arena, since a page there holds all layers. A step to `end` keeps the
+        On the host, windowed layers are first copied into the arena, since a page there holds all layers; a device has
+        only the arena's own memory, into which `arriving` brings each layer. A step to `end` keeps the
         states that snapshots on its way need."""
-        if self._is_windowed and self.is_late:
+        if self._is_windowed and self.is_late and self.port.is_host:
             self.materialize()
         found = self._in_place.sequenced(self.region, self.capacity)
         if self.lora is None and not self.states:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
-from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.runner import ROWS, Runner
 
 Positions = npt.NDArray[np.int64]
@@ -207,7 +207,7 @@ class Rows:
 
     def _lean(
         self,
-        lean: LeanDecoder,
+        lean: Decoder,
         tokens: TokenIds,
         positions: Positions,
         arena: Arena,
@@ -225,6 +225,7 @@ class Rows:
 
         with self._runner.lock, torch.inference_mode():
             wanted = [len(tokens) - 1] if logits else []
+            arena.in_turn()
             sequence = arena.sequenced()
             out = lean.rows(tokens, positions, sequence, wanted, layers, see if watch is not None else None)
         return out[0] if logits else None

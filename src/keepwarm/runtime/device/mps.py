@@ -31,6 +31,7 @@ class MpsPort(OneStreamPort):
 
     kind = "mps"
     is_host = False
+    has_addresses = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, MpsStream())

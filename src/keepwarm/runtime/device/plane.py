@@ -66,8 +66,8 @@ class Plane:
 
     @property
     def address(self) -> int:
-        """The address of its first byte. Raises ValueError if the memory is not the host's."""
-        if self.array is None:
+        """The address of its first byte, for kernels of its device. Raises ValueError if the device has no addresses."""
+        if not self.port.has_addresses:
             raise ValueError(f"memory of {self.port.device} has no address here")
         return self._tensor.data_ptr()
 

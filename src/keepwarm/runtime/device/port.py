@@ -3,8 +3,8 @@
 A device works asynchronously. Work is queued in a *stream* and done in that order; streams are independent until one
 waits for an *event* of another. So three rules hold:
 
-- KV is written and read through a port (`runtime.device.plane`); only a port to the host's memory returns addresses.
-  `Turns` orders the work of different streams on the same memory.
+- KV is written and read through a port (`runtime.device.plane`), or at its address by kernels of the device itself. In
+  either case `Turns` orders the work of different streams on the same memory.
 - A copy is done when an event recorded after it is. Until then its target is undefined, and its source must not change.
 - The host itself waits for what it reads or writes (`Event.synchronize`).
 """
@@ -85,6 +85,7 @@ class DevicePort(ABC):
 
     kind: ClassVar[str]  # as torch names it
     is_host: ClassVar[bool]  # its memory is the host's, so it may be read and written in place, by address
+    has_addresses: ClassVar[bool] = True  # its kernels read memory at the addresses that torch tells
     device: torch.device
     inbound: Stream
     outbound: Stream

@@ -13,33 +13,39 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.lora import Lora
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
+from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.places import UNIT
 
 _ROWS = 43  # this is no multiple of any tile's rows
 _SPLITS = ((1, 2, 3), (9, 33), (16, 17, 40))  # the last three of the rows are always decoded one by one
 _FARTHEST = 256  # positions; the longest step passes the end of windows up to this length
 _BEHIND = 9  # so many of its rows follow the end of the longest such window, or of the first unit
-_HOST = HostPort()
 
 
 def variance(
-    lean: LeanDecoder, geometry: KVGeometry, vocabulary: int, lora: Lora | None = None, form: CacheForm = PLAIN
+    lean: Decoder,
+    geometry: KVGeometry,
+    vocabulary: int,
+    lora: Lora | None = None,
+    form: CacheForm = PLAIN,
+    port: DevicePort | None = None,
 ) -> str:
     """Return what changes a row's logits, keys, values or the state behind it although it must not; empty if nothing
-    that was tried does. All rows have the adapter `lora`. `form` says which layers have a state.
+    that was tried does. All rows have the adapter `lora`. `form` says which layers have a state. `port` is a
+    port to the device that computes; None: the host.
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
-    end elsewhere, with tokens one by one, with other numbers of threads, and with another sequence in the same step.
+    end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence in the same step.
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
     tokens = token_ids([i * 7919 % vocabulary for i in range(count)])
-    threads = torch.get_num_threads()
-    every = [(number, split) for number in sorted({1, 2, threads}) for split in _SPLITS]
+    numbers = sorted({1, 2, torch.get_num_threads()}) if lean.is_threaded else [1]
+    every = [(number, split) for number in numbers for split in _SPLITS]
     compared = frozenset(end for split in _SPLITS for end in _ends(split))  # a state may take many megabytes
-    made = _Sequences(lean, geometry, replace(form, kernel_states=lean.states), lora)
+    made = _Sequences(lean, geometry, replace(form, kernel_states=lean.states), lora, port or HostPort())
     try:
         logits, kept = made.run(tokens, [count], compared)
         for number, split in every:
@@ -77,10 +83,11 @@ def _begins_with(whole: _Kept, part: _Kept) -> bool:
 class _Sequences:
     """Runs sequences in arenas of their own."""
 
-    lean: LeanDecoder
+    lean: Decoder
     geometry: KVGeometry
     form: CacheForm
     lora: Lora | None
+    port: DevicePort
 
     def run(
         self, tokens: TokenIds, ends: Sequence[int], inside: frozenset[int] = frozenset()
@@ -93,7 +100,7 @@ class _Sequences:
         rows = []
         for start, end in pairwise([0, *ends]):
             sequence = arena.sequenced(end)
-            rows.append(self.lean.step([tokens[start:end]], [start], [sequence], range(end - start)))
+            rows.append(self.lean.step([tokens[start:end]], [start], [sequence], range(end - start), arena.arriving))
             if sequence.state is not None:
                 states |= dict(sequence.state.kept) | {end: tuple(layer.clone() for layer in sequence.state.layers)}
             arena.advance(end)
@@ -103,11 +110,13 @@ class _Sequences:
         """Return the logits of every row, with another sequence in the same step."""
         other = tokens[::-1].copy()
         arenas = [self._arena(len(tokens)) for _ in range(2)]  # they keep the memory that the step uses
+        for arena in arenas:
+            arena.in_turn()
         places = [arena.sequenced() for arena in arenas]
         return self.lean.step([other, tokens], [0, 0], places, range(len(tokens), 2 * len(tokens)))
 
     def _arena(self, length: int) -> Arena:
-        arena = Arena(self.geometry, length, _HOST, form=self.form)
+        arena = Arena(self.geometry, length, self.port, form=self.form)
         arena.lora = self.lora
         return arena
 

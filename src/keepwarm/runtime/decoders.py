@@ -1,0 +1,89 @@
+"""Makes the decoder of ours that runs a model, if one does."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.agreement import disagreement
+from keepwarm.runtime.arena.form import CacheForm, LayerForm
+from keepwarm.runtime.filling import packed
+from keepwarm.runtime.gpu_kernels.reasons import missing, uncovered
+from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.native.proof import variance
+from keepwarm.runtime.probe import Kept
+from keepwarm.runtime.runner import Runner
+from keepwarm.runtime.stepping import Decoder
+
+log = logging.getLogger(__name__)
+
+_CURE = "take attention='auto', which runs it through transformers"
+
+
+def is_for_kernels(form: CacheForm) -> bool:
+    """Whether each layer has either plain keys and values, in order, or a state alone."""
+    numbers = [layer.kv for layer in form.each if layer.kv is not None]
+    usual = (LayerForm(None, states=0), *map(LayerForm, numbers))
+    return form.own is None and numbers == sorted(numbers) and all(layer in usual for layer in form.each)
+
+
+def lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | None:
+    """Return the lean decoder for a model on the processor; None if it does not run it."""
+    windows = [layer.window for layer in geometry.layers]
+    if reason := unsupported(model, windows):
+        log.info("every step runs through transformers: %s", reason)
+        return None
+    in_blocks = packed(model)
+    found = kernels(in_blocks=in_blocks)
+    adapted = partial(kernels, in_blocks=in_blocks, adapters=True)
+    return None if found is None else LeanDecoder(model, found, windows, adapted)
+
+
+def triton_decoder(model: Any, geometry: KVGeometry) -> Decoder:
+    """Return the Triton decoder for a model. Raises ValueError, with the reason, if it does not run it."""
+    windows = [layer.window for layer in geometry.layers]
+    if reason := missing(model.get_input_embeddings().weight.device) or uncovered(model, windows):
+        raise ValueError(reason)
+    from keepwarm.runtime.gpu_kernels.decoder import TritonDecoder  # only here is Triton imported
+
+    return TritonDecoder(model, windows)
+
+
+def again(decoder: Decoder, model: PreTrainedModel, geometry: KVGeometry) -> Decoder | None:
+    """Return a decoder of the same kind for a model that was changed; None if it no longer runs it."""
+    if decoder.name == "lean":
+        return lean_decoder(model, geometry)
+    try:
+        return triton_decoder(model, geometry)
+    except ValueError as reason:
+        log.warning("every step runs through transformers now: %s", reason)
+        return None
+
+
+def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
+    """Return a runner with the Triton decoder, which was asked for. `reason` is why nothing of ours runs the model, or
+    empty. Raises UnsupportedModel, with the reason, if the decoder does not run it, or is wrong for it."""
+    if not reason and not (is_for_kernels(kept.form) and not kept.serial):
+        reason = "layers with more than keys and values"
+    if reason:
+        raise _refused(reason)
+    try:
+        runner = Runner(own.model, None, triton_decoder(own.model, kept.geometry), own.port)
+    except ValueError as error:
+        raise _refused(str(error)) from None
+    assert runner.lean is not None
+    if reason := disagreement(runner, own, kept):
+        raise _refused(f"the kernels do not agree with transformers ({reason}). Please report this")
+    if reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
+        raise _refused(f"rows of the kernels are not invariant ({reason}). Please report this")
+    return runner
+
+
+def _refused(reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"attention='triton' does not run this model here: {reason}: {_CURE}")
