@@ -1,0 +1,143 @@
+"""An engine on the Triton decoder: what is stored is found up to the first token that differs, with the bits of a cold
+run, on the host's memory and on a device that does everything as late as it may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.lean_families import lean_family
+from tests.helpers.models import tiny
+from tests.helpers.on_triton import SMALL
+from tests.helpers.prompts import ids
+
+from keepwarm import Batcher, Engine
+from keepwarm.core.results import Generation
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime import device
+from keepwarm.runtime.stepping import Decoder
+from keepwarm.testing.device import AdversarialPort
+
+PROMPT = ids(70, 1, SMALL)
+EDITED = [*PROMPT[:45], *ids(20, 2, SMALL)]
+MODELS = {"llama": lambda: tiny("llama", vocab_size=SMALL), "gemma3": lambda: lean_family("gemma3", torch.bfloat16)}
+
+
+@pytest.fixture(scope="module", params=["host", "adversarial"])
+def port(request: pytest.FixtureRequest) -> Iterator[None]:
+    made: list[AdversarialPort] = []
+
+    def make(where: torch.device) -> AdversarialPort:
+        made.append(AdversarialPort(where))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "adversarial":
+            patch.setitem(device.PORTS, "cpu", make)
+        yield
+    assert [fault for each in made for fault in each.faults] == []
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return MODELS["llama"]()
+
+
+def opened(model: Any, tokenizer: Any, **given: Any) -> Engine:
+    return Engine.from_pretrained((model, tokenizer), attention="triton", max_pages="2MiB", **given)
+
+
+def decoder(engine: Engine) -> Decoder:
+    found = engine.pipeline.model.runner.lean
+    assert found is not None
+    return found
+
+
+def ask(engine: Engine, prompt: list[int], count: int = 4) -> Generation:
+    return engine.generate(prompt, max_new_tokens=count, trace=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_hits_have_the_bits_of_a_cold_run_at_any_token(
+    name: str, port: None, tokenizer: Any, tmp_path: Path
+) -> None:
+    model = MODELS[name]()
+    with opened(model, tokenizer, reuse="off") as engine:
+        cold = {tuple(each): ask(engine, each) for each in (PROMPT, EDITED)}
+    with opened(model, tokenizer, store=tmp_path) as engine:
+        first = ask(engine, PROMPT)
+        assert (first.cached_tokens, first.logits_digest) == (0, cold[tuple(PROMPT)].logits_digest)
+        for tier in ("device", "ram", "disk"):
+            engine.flush()
+            if tier != "device":
+                engine.pipeline.pool.forget()
+            if tier == "disk":
+                engine.pipeline.archive.clear_ram()
+            found = ask(engine, EDITED)
+            assert (found.exactness, found.logits_digest) == ("exact", cold[tuple(EDITED)].logits_digest)
+            assert found.cached_tokens >= 45
+    with opened(model, tokenizer, store=tmp_path) as engine:
+        longer = [*PROMPT, *cold[tuple(PROMPT)].token_ids[:-1], *ids(3, 5, SMALL)]
+        again = ask(engine, longer)
+        assert again.cached_tokens == len(PROMPT) + 3, "generated tokens are found, too"
+        assert (again.exactness, set(again.cached_by_tier)) == ("exact", {"disk"})
+    with opened(model, tokenizer, reuse="off") as engine:
+        assert again.logits_digest == ask(engine, longer).logits_digest
+
+
+@pytest.mark.slow
+def test_batches_answer_as_requests_alone(port: None, llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    prompts = [[*PROMPT[:48], *ids(5 + i, 10 + i, SMALL)] for i in range(3)]
+    with opened(llama, tokenizer, reuse="off") as engine:
+        alone = [ask(engine, prompt) for prompt in prompts]
+    with opened(llama, tokenizer, store=tmp_path) as engine, Batcher(engine) as batcher:
+        for _ in range(2):
+            tickets = [batcher.submit(prompt, max_new_tokens=4, trace=True) for prompt in prompts]
+            found = [ticket.result(120) for ticket in tickets]
+            assert [each.logits_digest for each in found] == [each.logits_digest for each in alone]
+        assert all(each.cached_tokens >= len(prompt) - 1 for each, prompt in zip(found, prompts, strict=True))
+
+
+@pytest.mark.slow
+def test_repaired_chunks_and_sessions_run(port: None, llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    chunk = ids(40, 7, SMALL)
+    with opened(llama, tokenizer, store=tmp_path, reuse="chunks", chunk_size=16) as engine:
+        engine.warm([*ids(8, 8, SMALL), *chunk, *ids(8, 9, SMALL)])
+        found = ask(engine, [*ids(24, 10, SMALL), *chunk, *ids(6, 11, SMALL)])
+        assert found.exactness in ("exact", "blended")
+
+
+@pytest.mark.slow
+def test_its_arithmetic_has_a_name_and_changed_weights_are_used(tokenizer: Any) -> None:
+    model = tiny("llama", vocab_size=SMALL)
+    with opened(model, tokenizer) as engine:
+        loaded = engine.pipeline.model
+        assert loaded.attention == f"triton:{decoder(engine).digest}"
+        before, answer = loaded.namespace(), ask(engine, PROMPT)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.5)
+            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+        after = ask(engine, PROMPT)
+        assert loaded.namespace() != before
+        assert after.logits_digest != answer.logits_digest
+        with opened(model, tokenizer, reuse="off") as other:
+            assert after.logits_digest == ask(other, PROMPT).logits_digest
+
+
+def test_what_the_kernels_do_not_run_is_refused_with_a_reason(tokenizer: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="experts: take attention='auto'"):
+        opened(lean_family("mixtral"), tokenizer)
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel is not one of"):
+        opened(tiny("gpt2"), tokenizer)
+
+
+@pytest.mark.slow
+def test_what_only_the_compiled_kernels_have_is_refused(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="kv_in_memory='encoded' needs the compiled kernels"):
+        opened(llama, tokenizer, kv_codec="int8", kv_in_memory="encoded")
+    with opened(llama, tokenizer) as engine, pytest.raises(UnsupportedModel, match="adapters need the compiled"):
+        engine.adapters.load("one", tmp_path)

@@ -1,0 +1,52 @@
+"""The Triton decoder on the real classes: the numbers of float64, and rows whose bits depend on nothing beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.lean_families import LEAN, lean_family
+from tests.helpers.on_triton import SMALL, OnTriton
+from tests.helpers.prompts import ids
+
+from keepwarm.runtime.gpu_kernels.reasons import uncovered
+
+COUNT = 90  # more than the families' windows
+IDS = ids(COUNT, 4, SMALL)
+PLAIN = ("llama", "qwen2", "qwen3", "mistral")
+EXPERTS = {"flex-olmo", "gpt-oss", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
+STATES = {"lfm2", "lfm2-last", "qwen3.5", "qwen3-next"}
+COVERED = (*PLAIN, *sorted(LEAN.keys() - EXPERTS - STATES))
+QUICK = ("qwen3", "gemma2", "cohere2", "olmo2", "starcoder2", "phi4")
+
+
+def marked() -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in COVERED]
+
+
+@pytest.mark.parametrize("family", marked())
+def test_logits_are_those_of_float64(family: str) -> None:
+    made = OnTriton(family)
+    exact = made.in_float64(IDS)
+    mine = made.run(IDS).double()
+    assert (mine - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_half_precision_is_as_near_as_transformers(family: str, dtype: torch.dtype) -> None:
+    made = OnTriton(family, dtype)
+    exact = made.in_float64(IDS)
+    mine = made.run(IDS).double()
+    with torch.inference_mode():
+        theirs = made.model(torch.tensor([IDS])).logits[0].double()
+    assert (mine - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+    assert mine.float().to(dtype).double().equal(mine)
+
+
+@pytest.mark.parametrize("family", sorted(EXPERTS | STATES))
+def test_what_is_not_covered_has_a_name(family: str) -> None:
+    model = lean_family(family)
+    windows = [None] * model.config.num_hidden_layers
+    assert uncovered(model, windows) == ("experts" if family in EXPERTS else "recurrent states")
