@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-router test-clients models lint format bench bench-all bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-llamaserver test-mlx test-triton test-router test-clients models lint format bench bench-all bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make test-llamacpp  the cache under a real llama-cpp-python, which is compiled first (minutes)"
 	@echo "make test-mlx  the prompt cache under a real mlx-lm, with MLX's build for the CPU"
+	@echo "make test-triton  the kernels for GPUs under Triton's interpreter, and compiled"
 	@echo "make test-llamaserver  keepwarm slots with a real llama-server, which is compiled first (minutes)"
 	@echo "make test-router  replicas behind vLLM's own router, from its package index"
 	@echo "make test-clients  real agents and SDKs, from their package indexes, against a server with a real model (minutes)"
@@ -83,6 +84,14 @@ test-mlx: .venv/.installed-demo
 	if $(BIN)/python benchmarks/peers/environments.py mlx .peers pytest hypothesis pydantic xxhash cryptography; then \
 	    PYTHONPATH=src:. .peers/mlx/bin/python -m pytest tests/mlx --confcutdir tests/mlx $(ARGS); \
 	else echo "skipped: MLX cannot be installed here"; fi
+
+# The kernels for GPUs under Triton's interpreter, which has wheels for Linux only. Its NumPy is an older one, in front of
+# the packages of .venv.
+test-triton: .venv/.installed-dev
+	mkdir -p .peers
+	if $(BIN)/python benchmarks/peers/environments.py triton .peers; then \
+	    TRITON_INTERPRET=1 PYTHONPATH=src:. .peers/triton/bin/python -m pytest tests/triton tests/runtime/test_decoders.py $(ARGS); \
+	else echo "skipped: Triton cannot be installed here"; fi
 
 test-llamaserver: .venv/.installed-dev
 	mkdir -p .peers

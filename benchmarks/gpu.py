@@ -1,4 +1,4 @@
-"""Acceptance on one device: what must be equal to the bit, then what it costs. About ten minutes on one GPU.
+"""Acceptance on one device: what must be equal to the bit, then what it costs. About twenty minutes on one GPU.
 
     python -m benchmarks.gpu [--device cuda] [--part checks times] [--size 0.6b 8b] [--output benchmarks/results]
 
@@ -7,6 +7,7 @@ Run it from the checkout; it needs torch, transformers and Keepwarm's few pure p
 it is given out, and on CUDA every copy and every write is made late (`torch.cuda._sleep`), so that a missing wait
 shows. `times` runs models of real shapes with random weights: time to the first token by tier and length, beside the
 copy's ceiling, a bare step and transformers. Writes `gpu-NAME.jsonl`. It ends with 1 when something was wrong.
+Both are done through transformers and, where Triton is, with `attention="triton"`.
 
 `--device adversarial --size tiny` tries all of it on a machine without a GPU (`keepwarm.testing.device`).
 """
@@ -32,7 +33,9 @@ from benchmarks.acceptance.times import ceilings, measured
 
 from keepwarm.runtime.device import PORTS
 from keepwarm.runtime.device.cuda import CudaPort
+from keepwarm.runtime.gpu_kernels.reasons import missing
 
+ATTENTION = ("auto", "triton")  # through transformers, and by the kernels for GPUs
 _LATE = 400_000  # cycles, some 0.2 ms
 _POISONED = 1 << 30  # bytes at most
 
@@ -94,14 +97,23 @@ def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     use(options.device)
     try:
         with tempfile.TemporaryDirectory() as work:
-            for subject in subjects(options.device, options.family, options.dtype, Path(work)):
-                checked = Checks(subject, poison)
-                try:
-                    yield from lines(subject, checked.every())
-                finally:
-                    checked.close()
+            for attention in options.attention:
+                if reason := why_not(attention, options.device):
+                    yield {"attention": attention, "left_out": reason}
+                    continue
+                for subject in subjects(options.device, options.family, options.dtype, Path(work), attention):
+                    checked = Checks(subject, poison)
+                    try:
+                        yield from lines(subject, checked.every())
+                    finally:
+                        checked.close()
     finally:
         PORTS["cuda"], PORTS["cpu"] = before
+
+
+def why_not(attention: str, device: str) -> str:
+    """Why steps do not run so on a device; empty if they do."""
+    return missing(torch.device("cpu" if device == "adversarial" else device)) if attention == "triton" else ""
 
 
 def lines(subject: Subject, cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
@@ -112,15 +124,17 @@ def lines(subject: Subject, cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
             return
         counts[case.check] = counts.get(case.check, 0) + 1
     seconds = round(time.perf_counter() - started, 1)
-    yield {"family": subject.family, "dtype": subject.dtype, "right": counts, "seconds": seconds}
+    yield {"attention": subject.attention, "family": subject.family, "dtype": subject.dtype, "right": counts, "seconds": seconds}
 
 
 def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place = "cpu" if options.device == "adversarial" else options.device
     ceiling = ceilings(place)
     yield ceiling
-    for size in options.size:
-        yield from measured(size, place, options.length, ceiling)
+    for attention in options.attention:
+        if not why_not(attention, options.device):
+            for size in options.size:
+                yield from measured(size, place, options.length, ceiling, attention)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,15 +144,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32", "float16"])
+    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION))
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["0.6b", "8b"])
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 8192, 32_768])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        (device, family, dtype, work), store, prompt = json.loads(options.child)
+        (device, family, dtype, work, attention), store, prompt = json.loads(options.child)
         use(device)
-        print(json.dumps(answer_child(Subject(device, family, dtype, Path(work)), Path(store), prompt)))
+        print(json.dumps(answer_child(Subject(device, family, dtype, Path(work), attention), Path(store), prompt)))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here; --device adversarial tries the script without one", file=sys.stderr)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.acceptance.models import FAMILIES, small, token_ids
+from benchmarks.acceptance.models import FAMILIES, ON_TRITON, small, token_ids
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher
@@ -48,6 +48,7 @@ class Subject:
     family: str
     dtype: str
     work: Path
+    attention: str = "auto"  # triton: the kernels for GPUs
 
     @property
     def place(self) -> str:
@@ -73,7 +74,7 @@ class Checks:
 
     def engine(self, store: Path | None, **settings: Any) -> Engine:
         self._poison()
-        return Engine.from_pretrained(self._pair, **({"store": store, "step": STEP, "min_step": 16} | settings))
+        return Engine.from_pretrained(self._pair, **({"store": store, "attention": self.subject.attention, "step": STEP, "min_step": 16} | settings))
 
     def close(self) -> None:
         self._bare.close()
@@ -226,7 +227,8 @@ class Checks:
         with self.engine(store) as engine:
             engine.generate(prompt[:300], max_new_tokens=1)
             engine.flush()
-            subject = [self.subject.device, self.subject.family, self.subject.dtype, str(self.subject.work)]
+            given = self.subject
+            subject = [given.device, given.family, given.dtype, str(given.work), given.attention]
             command = [sys.executable, "-m", "benchmarks.gpu", "--child", json.dumps([subject, str(store), prompt])]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         name = f"{self.subject.family} {self.subject.dtype}"
@@ -255,15 +257,20 @@ class Checks:
 
 def answer_child(subject: Subject, store: Path, prompt: list[int]) -> dict[str, Any]:
     """What the second process of `Checks.processes` found."""
-    with Engine.from_pretrained(subject.model(), store=store, step=STEP, min_step=16) as engine:
+    settings: dict[str, Any] = {"attention": subject.attention, "step": STEP, "min_step": 16}
+    with Engine.from_pretrained(subject.model(), store=store, **settings) as engine:
         result = engine.generate(prompt, max_new_tokens=NEW, trace=True)
     return {"digest": result.logits_digest, "cached": result.cached_tokens}
 
 
-def subjects(device: str, families: list[str], dtypes: list[str], work: Path) -> Iterator[Subject]:
+def subjects(
+    device: str, families: list[str], dtypes: list[str], work: Path, attention: str = "auto"
+) -> Iterator[Subject]:
     """Every family in the first dtype, and the first family in the others."""
     for number, family in enumerate(families or FAMILIES):
         for dtype in dtypes if number == 0 else dtypes[:1]:
-            folder = work / f"{family}-{dtype}"
+            if attention == "triton" and family not in ON_TRITON:
+                continue
+            folder = work / f"{attention}-{family}-{dtype}"
             folder.mkdir(parents=True)
-            yield Subject(device, family, dtype, folder)
+            yield Subject(device, family, dtype, folder, attention)

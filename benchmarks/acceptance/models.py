@@ -38,6 +38,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+ON_TRITON = ("dense", "windowed")  # the families that the kernels for GPUs run
+
 # The shapes of models that people run. Weights are random: times do not depend on them.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": _SMALL | {"max_position_embeddings": 40_960},

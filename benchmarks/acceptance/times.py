@@ -49,15 +49,18 @@ def ceilings(device: str) -> dict[str, Any]:
     return {"copy_in_gb_per_s": round(COPIED / into / 1e9, 2), "copy_out_gb_per_s": round(COPIED / back / 1e9, 2)}
 
 
-def measured(size: str, device: str, lengths: list[int], ceiling: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measured(
+    size: str, device: str, lengths: list[int], ceiling: dict[str, Any], attention: str = "auto"
+) -> Iterator[dict[str, Any]]:
     """Yield a line for each length: milliseconds to the first token by tier, floors, and transformers'."""
     pair = shaped(size, device)
     for length in lengths:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
-            line = {"size": size, "prompt_tokens": length + QUESTION} | _tiers(pair, Path(folder), length)
-        line |= _floor(pair, length, device)
+            line = {"attention": attention, "size": size, "prompt_tokens": length + QUESTION}
+            line |= _tiers(pair, Path(folder), length, attention)
+        line |= _floor(pair, length, device, attention)
         copied = line["kv_bytes"] / ceiling["copy_in_gb_per_s"] / 1e6
         line["ram_floor_ms"] = round(copied + line["step_ms"], 2)
         line["ram_over_floor"] = round(line["ttft_ms"]["ram"] / line["ram_floor_ms"], 3)
@@ -66,12 +69,13 @@ def measured(size: str, device: str, lengths: list[int], ceiling: dict[str, Any]
             line["peak_bytes"] = torch.cuda.max_memory_allocated()
         yield line
     with tempfile.TemporaryDirectory() as folder:
-        yield {"size": size} | _at_once(pair, Path(folder), min(lengths))
+        yield {"attention": attention, "size": size} | _at_once(pair, Path(folder), min(lengths), attention)
 
 
-def _tiers(pair: tuple[Any, Any], folder: Path, length: int) -> dict[str, Any]:
+def _tiers(pair: tuple[Any, Any], folder: Path, length: int, attention: str) -> dict[str, Any]:
     prompt = token_ids(length)
     settings: dict[str, Any] = {"store": folder / "store", "max_ram": "64GiB", "max_device": "64GiB"}
+    settings["attention"] = attention
     times: dict[str, list[float]] = {tier: [] for tier in ("cold", "device", "ram", "disk")}
     loads: dict[str, list[float]] = {"ram": [], "disk": []}
 
@@ -112,9 +116,9 @@ def _tiers(pair: tuple[Any, Any], folder: Path, length: int) -> dict[str, Any]:
     }
 
 
-def _floor(pair: tuple[Any, Any], length: int, device: str) -> dict[str, Any]:
+def _floor(pair: tuple[Any, Any], length: int, device: str, attention: str) -> dict[str, Any]:
     """The bare step over a question, with everything before it in place."""
-    with Engine.from_pretrained(pair, max_device="64GiB") as engine:
+    with Engine.from_pretrained(pair, max_device="64GiB", attention=attention) as engine:
         model = engine.pipeline.model
         arena = Arena(model.geometry, length + QUESTION, model.runner.port)
         tokens = as_ids([*token_ids(length), *token_ids(QUESTION, 31)])
@@ -156,11 +160,12 @@ def _transformers(pair: tuple[Any, Any], length: int, device: str) -> dict[str, 
     return {"cold_ttft_ms": round(first * 1e3, 2), "decode_tokens_per_s": round(speed, 1)}
 
 
-def _at_once(pair: tuple[Any, Any], folder: Path, length: int) -> dict[str, Any]:
+def _at_once(pair: tuple[Any, Any], folder: Path, length: int, attention: str) -> dict[str, Any]:
     """Many questions on one beginning, at once and in turn: seconds until all are answered."""
     prompt = token_ids(length)
     asked = [[*prompt, *token_ids(QUESTION, 41 + number)] for number in range(AT_ONCE)]
-    with Engine.from_pretrained(pair, store=folder / "store", max_device="64GiB") as engine:
+    settings: dict[str, Any] = {"max_device": "64GiB", "attention": attention}
+    with Engine.from_pretrained(pair, store=folder / "store", **settings) as engine:
         engine.warm(prompt)
         started = time.perf_counter()
         for each in asked:

