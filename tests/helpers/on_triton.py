@@ -50,6 +50,12 @@ class OnTriton:
                 there.advance(end)
         return torch.cat(rows)
 
+    def alone(self, ids: Sequence[int], wanted: Sequence[int], decoder: TritonDecoder | None = None) -> torch.Tensor:
+        """The logits of some rows of one step."""
+        arena = self.arena(len(ids))  # it keeps the memory
+        with torch.inference_mode():
+            return (decoder or self.decoder).step([token_ids(ids)], [0], [arena.sequenced()], wanted, arena.arriving)
+
     def in_float64(self, ids: Sequence[int]) -> torch.Tensor:
         """Transformers' own eager attention in float64."""
         reference = type(self.model)(self.model.config).double().eval()

@@ -43,9 +43,8 @@ def test_tokens_one_by_one_and_some_wanted_rows(made: OnTriton) -> None:
     prompt = ids(24, 2, SMALL)
     whole = made.run(prompt)
     assert torch.equal(made.run(prompt, range(1, 24)), whole)
-    some = made.decoder.step([token_ids(prompt)], [0], [made.arena(24).sequenced()], [23, 3, 3])
-    assert torch.equal(some, whole[[23, 3, 3]])
-    assert len(made.decoder.step([token_ids(prompt)], [0], [made.arena(24).sequenced()], [])) == 0
+    assert torch.equal(made.alone(prompt, [23, 3, 3]), whole[[23, 3, 3]])
+    assert len(made.alone(prompt, [])) == 0
 
 
 @pytest.mark.slow
@@ -113,7 +112,7 @@ def test_results_that_do_not_fit_are_computed_in_goes(made: OnTriton) -> None:
     whole = made.run(prompt)
     few = made.decoder.apart()
     few._most = 7
-    assert torch.equal(few.step([token_ids(prompt)], [0], [made.arena(40).sequenced()], range(40)), whole)
+    assert torch.equal(made.alone(prompt, range(40), few), whole)
 
 
 def test_rows_at_chosen_positions(made: OnTriton) -> None:

@@ -257,6 +257,7 @@ class Rounds:
         try:
             each = [token_ids([token]) for token in tokens]
             rows = self._runner.step_together(each, positions, [sequence.sequenced for _, sequence in together])
+            rows[:1, :1].cpu()  # waits for the device, which computes asynchronously
         except Exception as error:
             log.exception("a step of %d requests failed", len(together))
             for job, _ in together:

@@ -224,6 +224,7 @@ class PrefixLoader:
         sequences = [each.arena.sequenced(end) for each, end in zip(placed, ends, strict=True)]
         try:
             logits = self._runner.step_together(tokens, starts, sequences)
+            logits[:1, :1].cpu()  # waits for the device, which computes asynchronously
             for each, end in zip(placed, ends, strict=True):
                 each.arena.advance(end)
         except BaseException:
