@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.errors import UnsupportedModel
+from keepwarm.errors import KeepwarmError, UnsupportedModel
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm, LayerForm
 from keepwarm.runtime.filling import packed
@@ -17,7 +17,7 @@ from keepwarm.runtime.gpu_kernels.reasons import missing, uncovered
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.proof import variance
-from keepwarm.runtime.probe import Kept
+from keepwarm.runtime.probe import Kept, first_line
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.stepping import Decoder
 
@@ -78,10 +78,17 @@ def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
     except ValueError as error:
         raise _refused(str(error)) from None
     assert runner.lean is not None
-    if reason := disagreement(runner, own, kept):
-        raise _refused(f"the kernels do not agree with transformers ({reason}). Please report this")
-    if reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
-        raise _refused(f"rows of the kernels are not invariant ({reason}). Please report this")
+    try:
+        if reason := disagreement(runner, own, kept):
+            reason = f"the kernels do not agree with transformers ({reason})"
+        elif reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
+            reason = f"rows of the kernels are not invariant ({reason})"
+    except KeepwarmError:
+        raise
+    except Exception as error:  # of Triton or its compiler, which have no type of their own
+        raise _refused(f"the kernels fail ({first_line(error)}). Please report this") from error
+    if reason:
+        raise _refused(f"{reason}. Please report this")
     return runner
 
 

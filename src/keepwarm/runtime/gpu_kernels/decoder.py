@@ -257,7 +257,7 @@ def kernels_digest(device: torch.device) -> str:
     target = "interpreted"
     if not INTERPRETED:
         found = torch.cuda.get_device_properties(device)
-        target = str(getattr(found, "gcnArchName", (found.major, found.minor)))
+        target = str(found.gcnArchName if torch.version.hip else (found.major, found.minor))
     made.update(f"{triton.__version__} {target}".encode())
     return made.hexdigest()
 
