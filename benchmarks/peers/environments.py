@@ -12,7 +12,7 @@
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
 wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`); installs MLX's build for the
-CPU and mlx-lm there (`make test-mlx`); installs Triton, in front of the packages of this environment (`make test-triton`);
+CPU and mlx-lm there (`make test-mlx`); installs Triton, in front of this environment's packages (`make test-triton`);
 compiles llama.cpp's server; or installs vLLM's router (`make test-router`),
 KVBoost, or aiperf.
 

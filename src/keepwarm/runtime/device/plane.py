@@ -66,7 +66,7 @@ class Plane:
 
     @property
     def address(self) -> int:
-        """The address of its first byte, for kernels of its device. Raises ValueError if the device has no addresses."""
+        """The address of its first byte, for kernels of its device. Raises ValueError if the device has none."""
         if not self.port.has_addresses:
             raise ValueError(f"memory of {self.port.device} has no address here")
         return self._tensor.data_ptr()

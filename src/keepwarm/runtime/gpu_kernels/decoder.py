@@ -212,8 +212,8 @@ class TritonDecoder:
     def _results(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return memory for the results of attention's parts: maxima, totals and sums."""
         lanes, dim = count * self._heads.heads, self._heads.dim
-        tops, totals, sums = (torch.empty(size, dtype=torch.float32, device=self.device) for size in (lanes, lanes, lanes * dim))
-        return tops, totals, sums
+        how = {"dtype": torch.float32, "device": self.device}
+        return torch.empty(lanes, **how), torch.empty(lanes, **how), torch.empty(lanes * dim, **how)
 
     def _grow(self, positions: int) -> None:
         """Extend the rotary tables to so many positions, in float32, by the model's own module. They are made piece by

@@ -1,7 +1,7 @@
 """Launches the kernels on tensors of one device.
 
-Tiles depend on the model's type and on a weight's shape, never on the number of rows. `enable_fp_fusion` is off, so that
-a sum has the same bits wherever the compiler meets it.
+Tiles depend on the model's type and on a weight's shape, never on the number of rows. `enable_fp_fusion` is off, so
+that a sum has the same bits wherever the compiler meets it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Write `x weight^T + bias` to `y`. Logits are multiplied by `factor`, bounded, and rounded to the weights' type."""
+    """Write `x weight^T + bias` to `y`. Logits are multiplied by `factor`, bounded, and rounded as weights are."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows

@@ -23,7 +23,7 @@ def missing(device: torch.device) -> str:
         return "Triton is not installed (pip install 'keepwarm[triton]')"
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in _INTERPRETED
     if device.type == "cpu" and not interpreted:
-        return "Triton's kernels run on a GPU, and the model is on the processor, where the compiled kernels are quicker"
+        return "Triton's kernels run on a GPU, and the model is on the processor, which has compiled kernels"
     if device.type == "cuda" and interpreted:
         return "TRITON_INTERPRET is set: Triton's interpreter has no GPU"
     if device.type not in ("cpu", "cuda"):

@@ -37,7 +37,8 @@ def variance(
     port to the device that computes; None: the host.
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
-    end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence in the same step.
+    end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence
+    in the same step.
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
