@@ -124,7 +124,13 @@ def lines(subject: Subject, cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
             return
         counts[case.check] = counts.get(case.check, 0) + 1
     seconds = round(time.perf_counter() - started, 1)
-    yield {"attention": subject.attention, "family": subject.family, "dtype": subject.dtype, "right": counts, "seconds": seconds}
+    yield {
+        "attention": subject.attention,
+        "family": subject.family,
+        "dtype": subject.dtype,
+        "right": counts,
+        "seconds": seconds,
+    }
 
 
 def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

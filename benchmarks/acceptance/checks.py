@@ -74,7 +74,10 @@ class Checks:
 
     def engine(self, store: Path | None, **settings: Any) -> Engine:
         self._poison()
-        return Engine.from_pretrained(self._pair, **({"store": store, "attention": self.subject.attention, "step": STEP, "min_step": 16} | settings))
+        return Engine.from_pretrained(
+            self._pair,
+            **({"store": store, "attention": self.subject.attention, "step": STEP, "min_step": 16} | settings),
+        )
 
     def close(self) -> None:
         self._bare.close()

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a GPU that need not be there, and prints how many bytes each takes.
 
-    python tests/helpers/compile_kernels.py cuda:90:32
+python tests/helpers/compile_kernels.py cuda:90:32
 """
 
 from __future__ import annotations

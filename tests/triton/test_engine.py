@@ -62,9 +62,7 @@ def ask(engine: Engine, prompt: list[int], count: int = 4) -> Generation:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_hits_have_the_bits_of_a_cold_run_at_any_token(
-    name: str, port: None, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_hits_have_the_bits_of_a_cold_run_at_any_token(name: str, port: None, tokenizer: Any, tmp_path: Path) -> None:
     model = MODELS[name]()
     with opened(model, tokenizer, reuse="off") as engine:
         cold = {tuple(each): ask(engine, each) for each in (PROMPT, EDITED)}

@@ -78,7 +78,9 @@ def test_sequences_that_share_pages_have_the_bits_of_each_alone(made: OnTriton, 
     pool = Pool(made, 4 * count)
     order = np.random.default_rng(seed).permutation(4 * count).tolist()
     first, own = order[: shared // PAGE], [order[i * count : (i + 1) * count] for i in (1, 2, 3)]
-    tables = [pool.sequence(first + each[: -(-len(p) // PAGE) - len(first)]) for each, p in zip(own, prompts, strict=True)]
+    tables = [
+        pool.sequence(first + each[: -(-len(p) // PAGE) - len(first)]) for each, p in zip(own, prompts, strict=True)
+    ]
     made.decoder.step([token_ids(common)], [0], [tables[0]], [])
     rest = [token_ids(prompt[shared:]) for prompt in prompts]
     logits = made.decoder.step(rest, [shared] * 3, tables, range(sum(map(len, rest))))

@@ -64,9 +64,7 @@ def test_rows_that_were_put_off_are_copied(made: OnTriton, stored: tuple[list[By
     assert not arena.is_late
 
 
-def test_what_a_step_wrote_is_read_by_other_threads(
-    made: OnTriton, stored: tuple[list[Bytes], torch.Tensor]
-) -> None:
+def test_what_a_step_wrote_is_read_by_other_threads(made: OnTriton, stored: tuple[list[Bytes], torch.Tensor]) -> None:
     rows, _ = stored
     arena = loaded(made, rows)
     step(made, arena, asks=True)

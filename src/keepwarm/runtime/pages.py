@@ -53,11 +53,7 @@ class KVPages:
     """`count` pages of memory, allocated and touched once, and the pool that tracks their use."""
 
     def __init__(
-        self,
-        geometry: KVGeometry,
-        count: int,
-        kernels: Callable[[], CopyRows | None],
-        port: DevicePort | None = None,
+        self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None], port: DevicePort | None = None
     ) -> None:
         """`kernels` returns the function that copies rows of all layers and heads between regions, or None once the
         model runs without a decoder of ours. All layers must have one shape. `port` is a port to the device that

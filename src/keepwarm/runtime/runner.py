@@ -21,8 +21,8 @@ from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
 from keepwarm.runtime.dispatch import device_of, devices, without_autocast
 from keepwarm.runtime.lock import TurnLock
-from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.places import Sequenced
+from keepwarm.runtime.stepping import Decoder
 
 ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
 
@@ -206,9 +206,7 @@ class Runner:
     def _lean_for(self, cache: Cache) -> Decoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
 
-    def _run_lean(
-        self, lean: Decoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]
-    ) -> torch.Tensor:
+    def _run_lean(self, lean: Decoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         arena, most = cache.arena, None if self.lock.is_preferred else self.piece
         while most is not None and len(tokens) > most and not (wanted and wanted[0] < most):
@@ -216,9 +214,7 @@ class Runner:
             tokens, start, wanted = tokens[most:], start + most, [row - most for row in wanted]
         return self._lean_step(lean, tokens, arena, start, wanted)
 
-    def _lean_step(
-        self, lean: Decoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
-    ) -> torch.Tensor:
+    def _lean_step(self, lean: Decoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]) -> torch.Tensor:
         arena.check(start)
         with self.lock, self._room(), torch.inference_mode():
             sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving

@@ -18,13 +18,13 @@ from keepwarm.runtime.adapters.peft_folder import read
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.identity import tensors_digest
-from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Low, PackedLora, Places
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.probe import Kept
 from keepwarm.runtime.runner import Runner
+from keepwarm.runtime.stepping import Decoder
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
-from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.runner import ROWS, Runner
+from keepwarm.runtime.stepping import Decoder
 
 Positions = npt.NDArray[np.int64]
 

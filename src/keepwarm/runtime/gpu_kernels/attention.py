@@ -148,8 +148,9 @@ def attend(
     part = tl.load(job + 2)
     table = pages + tl.load(job + 3)
     begin = part * PART
-    end = tl.minimum(begin + PART, tl.max(position, axis=0) + 1)
-    lowest = tl.min(tl.where(there, position, end), axis=0) - window + 1
+    latest = tl.max(position, axis=0)
+    end = tl.minimum(begin + PART, latest + 1)
+    lowest = tl.min(tl.where(there, position, latest), axis=0) - window + 1
     if WINDOWED:
         begin = tl.maximum(begin, lowest // UNIT * UNIT)
     q = tl.load(queries + ((row * HEADS + head) * DIM)[:, None] + dims[None, :], mask=there[:, None], other=0.0)
@@ -256,14 +257,7 @@ def merge(
 
 @triton.jit(do_not_specialize=["layer"])
 def move(
-    moves,
-    regions,
-    like,
-    layer,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    moves, regions, like, layer, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Copy the keys or values of one head, in `layer` or a later one, from one place to another. `like` is a pointer to
     numbers of their type."""

@@ -212,7 +212,7 @@ class TritonDecoder:
     def _results(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return memory for the results of attention's parts: maxima, totals and sums."""
         lanes, dim = count * self._heads.heads, self._heads.dim
-        how = {"dtype": torch.float32, "device": self.device}
+        how: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         return torch.empty(lanes, **how), torch.empty(lanes, **how), torch.empty(lanes * dim, **how)
 
     def _grow(self, positions: int) -> None:

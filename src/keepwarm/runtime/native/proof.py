@@ -15,8 +15,8 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.stepping import Decoder
 from keepwarm.runtime.native.places import UNIT
+from keepwarm.runtime.stepping import Decoder
 
 _ROWS = 43  # this is no multiple of any tile's rows
 _SPLITS = ((1, 2, 3), (9, 33), (16, 17, 40))  # the last three of the rows are always decoded one by one

@@ -84,7 +84,7 @@ def described(model: Any, *, anywhere: bool = False) -> Description:
     dtype, device = tensors[0].dtype, tensors[0].device
     if dtype not in (torch.float32, torch.bfloat16, *((torch.float16,) if anywhere else ())):
         raise NotCovered(f"dtype {dtype}")
-    if not anywhere and device.type != "cpu" or any(
+    if (not anywhere and device.type != "cpu") or any(
         t.dtype is not dtype or t.device != device or not t.is_contiguous() for t in tensors
     ):
         raise NotCovered("weights of mixed dtype or device")

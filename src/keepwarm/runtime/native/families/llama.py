@@ -132,10 +132,7 @@ def table(module: Any, interleaved: bool = False, **which: str) -> Table:
 
 
 def _rotary(
-    module: Any,
-    interleaved: bool,
-    which: Mapping[str, str],
-    positions: torch.Tensor,
+    module: Any, interleaved: bool, which: Mapping[str, str], positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     where = next(module.buffers(), torch.empty(0)).device  # the computing device, not that of the positions
     given = torch.empty(1, dtype=torch.float32, device=where), positions[None].to(where)
