@@ -13,7 +13,7 @@ from keepwarm.errors import KeepwarmError, UnsupportedModel
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm, LayerForm
 from keepwarm.runtime.filling import packed
-from keepwarm.runtime.gpu_kernels.reasons import missing, uncovered
+from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.proof import variance
@@ -48,7 +48,7 @@ def lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | 
 def triton_decoder(model: Any, geometry: KVGeometry) -> Decoder:
     """Return the Triton decoder for a model. Raises ValueError, with the reason, if it does not run it."""
     windows = [layer.window for layer in geometry.layers]
-    if reason := missing(model.get_input_embeddings().weight.device) or uncovered(model, windows):
+    if reason := missing(device_of_weights(model)) or uncovered(model, windows):
         raise ValueError(reason)
     from keepwarm.runtime.gpu_kernels.decoder import TritonDecoder  # only here is Triton imported
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.gpu_kernels.launch import INTERPRETED, Heads, Launch, Tiles
-from keepwarm.runtime.gpu_kernels.reasons import missing, uncovered
+from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.gpu_kernels.step import Attended, Step, flat, pieces, prepared
 from keepwarm.runtime.native.description import Attention, Description, LayerParts
 from keepwarm.runtime.native.families import described
@@ -47,10 +47,13 @@ class TritonDecoder:
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
         """`windows` are those of the cache's layers, in positions; None stands for all. Raises ValueError if the
         kernels do not run the model."""
-        self.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = device_of_weights(model)
         if reason := missing(self.device) or uncovered(model, windows):
             raise ValueError(reason)
         parts = described(model, anywhere=True)
+        assert isinstance(parts.embedding, torch.Tensor)  # as `reasons` says
+        assert isinstance(parts.head, torch.Tensor)
+        self._embedding, self._head = parts.embedding, parts.head
         self.dtype = model.dtype
         self.scaling = parts.scaling
         self.threads: int | None = None
@@ -143,10 +146,10 @@ class TritonDecoder:
         parts, every = self._parts, self._parts.layers[:layers]
         with self._on_device():
             self._grow(int(positions.max()) + 1)
-            at = ids, positions, placed, wanted, self.device, set(self._windows), self._heads.rows, self._most
-            step = prepared(*at)
+            how = self.device, set(self._windows), self._heads.rows, self._most
+            step = prepared(ids, positions, placed, wanted, *how)
             results = self._results(step.results)
-            x = self._launch.embed(step.tokens, parts.embedding, parts.embedded)
+            x = self._launch.embed(step.tokens, self._embedding, parts.embedded)
             for number, layer in enumerate(every):
                 queries = self._queries(number, layer, x, step, arrivals)
                 if seen is not None:
@@ -159,8 +162,8 @@ class TritonDecoder:
                     x, mixed = x.index_select(0, step.wanted), mixed.index_select(0, step.wanted)
                 self._onward(layer, x, mixed)
             else:
-                return self._launch.logits(self._launch.norm(x, parts.norm), parts.head, parts.logit, parts.logit_cap)
-            return torch.empty(0, len(parts.head), dtype=torch.float32, device=self.device)
+                return self._launch.logits(self._launch.norm(x, parts.norm), self._head, parts.logit, parts.logit_cap)
+            return torch.empty(0, len(self._head), dtype=torch.float32, device=self.device)
 
     def _queries(
         self, number: int, layer: LayerParts, x: torch.Tensor, step: Step, arrivals: ArrivingLayers | None

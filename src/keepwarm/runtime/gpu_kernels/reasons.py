@@ -31,6 +31,12 @@ def missing(device: torch.device) -> str:
     return ""
 
 
+def device_of_weights(model: Any) -> torch.device:
+    """Return where a model's embeddings are."""
+    found: torch.device = model.get_input_embeddings().weight.device
+    return found
+
+
 def uncovered(model: Any, windows: Sequence[int | None]) -> str:
     """Return why a model does not run on the kernels; empty if it does. `windows` are those of its cache's layers."""
     try:
@@ -53,5 +59,6 @@ def _check(found: Description) -> None:
         raise NotCovered("gates of attention")
     if found.activation == "clamped":
         raise NotCovered("activation 'clamped'")
-    if any(each.weight.stride() != (each.weight.shape[1], 1) for layer in found.layers for each in layer.products):
+    weights = [each.weight for layer in found.layers for each in layer.products]
+    if any(isinstance(each, Blocks) or each.stride() != (each.shape[1], 1) for each in weights):
         raise NotCovered("weights that do not lie row after row")

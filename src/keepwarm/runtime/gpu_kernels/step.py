@@ -75,9 +75,9 @@ def prepared(
         plans.append(planned(placed, positions, np.unique(asked), tile, most))
     added = [[_added(upload, jobs, positions, windows) for jobs in plan] for plan in plans]
     sent = upload.sent()
-    plain = (sent[place] for place in places)
+    tokens, at, slots, pages, regions, moves, few = (sent[place] for place in places)
     attended = [[_on_device(sent, *each) for each in plan] for plan in added]
-    return Step(*plain, attended[0], attended[-1])
+    return Step(tokens, at, slots, pages, regions, moves, few, attended[0], attended[-1])
 
 
 _Added = tuple[tuple[slice, slice, slice], dict[int | None, slice], int]
