@@ -86,11 +86,11 @@ test-mlx: .venv/.installed-demo
 	else echo "skipped: MLX cannot be installed here"; fi
 
 # The kernels for GPUs under Triton's interpreter, which has wheels for Linux only. Its NumPy is an older one, in front of
-# the packages of .venv.
+# the packages of .venv. The long ones: ARGS="-m slow".
 test-triton: .venv/.installed-dev
 	mkdir -p .peers
 	if $(BIN)/python benchmarks/peers/environments.py triton .peers; then \
-	    TRITON_INTERPRET=1 PYTHONPATH=src:. .peers/triton/bin/python -m pytest tests/triton tests/runtime/test_decoders.py $(ARGS); \
+	    TRITON_INTERPRET=1 PYTHONPATH=src:. .peers/triton/bin/python -m pytest tests/triton tests/runtime/test_decoders.py -m "not slow" $(ARGS); \
 	else echo "skipped: Triton cannot be installed here"; fi
 
 test-llamaserver: .venv/.installed-dev

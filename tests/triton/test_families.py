@@ -18,7 +18,7 @@ PLAIN = ("llama", "qwen2", "qwen3", "mistral")
 EXPERTS = {"flex-olmo", "gpt-oss", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
 STATES = {"lfm2", "lfm2-last", "qwen3.5", "qwen3-next"}
 COVERED = (*PLAIN, *sorted(LEAN.keys() - EXPERTS - STATES))
-QUICK = ("qwen3", "gemma2", "cohere2", "olmo2", "starcoder2", "phi4")
+QUICK = ("qwen3", "gemma2", "cohere2", "olmo2")
 
 
 def marked() -> list[Any]:
