@@ -25,7 +25,7 @@ def told(name: str) -> tuple[str, str, str]:
     if run := run_of(name):
         machine = run["machine"]
         shown = f"{machine['processor']}, {machine['cores']} cores, `{machine['level']}`, {machine['memory_gib']} GiB"
-        return f"`{run['commit'][:10]}`" + (" and more" if run["dirty"] else ""), run["when"], shown
+        return f"`{run.get('ran', run['commit'])[:10]}`" + (" and more" if run["dirty"] else ""), run["when"], shown
     commit, day, *machine = earlier(name)
     return f"`{commit}` or before", day, machine[0] if machine else "not told"
 
@@ -42,9 +42,11 @@ def note() -> str:
     """Whether all files are of one commit and one machine."""
     commit, machine = shared("commit"), shared("machine")
     if commit and machine:
+        ran = {(run_of(name) or {}).get("ran") for step in STEPS for name in step.files} - {None}
         return (
-            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. Reports that "
-            "take hours (on tools without positions, and on repairing chunks) are of earlier commits."
+            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. "
+            + ("Some were made a commit earlier, which differs in nothing that they depend on. " if ran else "")
+            + "Reports that take hours (on tools without positions, and on repairing chunks) are of earlier commits."
         )
     return (
         "The files were not all made from one commit on one machine: [Sources](#sources) says of each from which one. "
