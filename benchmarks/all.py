@@ -191,22 +191,13 @@ def environment(peer: str, here: Here) -> str:
     """The program of a peer's environment, which is made if it is not there. Raises Missing."""
     packages, _ = PEERS[peer]
     command = [sys.executable, "benchmarks/peers/environments.py", peer, str(here.work), *packages.split()]
-    with (here.scratch / f"environment-{peer}.log").open("w") as log:
-        try:
-            found = subprocess.run(
-                command,
-                cwd=here.root,
-                env=environ(here),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                timeout=INSTALLING,
-            )
-        except subprocess.TimeoutExpired:
-            raise Missing(f"{peer} was not installed after {INSTALLING // 60} minutes: see {log.name}") from None
-    if found.returncode or not found.stdout.split():
-        raise Missing(f"{peer} cannot be installed: see {log.name}")
-    return found.stdout.split()[-1]
+    with (here.scratch / f"environment-{peer}.log").open("w+") as log:
+        ended = execute(command, here.root, environ(here), log, INSTALLING)
+        log.seek(0)
+        told = log.read().split()  # its last word is the program
+    if ended or not told:
+        raise Missing(f"{peer} cannot be installed, {ended or 'it said nothing'}: see {log.name}")
+    return told[-1]
 
 
 def environ(here: Here) -> dict[str, str]:

@@ -175,7 +175,7 @@ class Later(MemoryKV):
 def stored(tmp_path: Path) -> Iterator[tuple[Archive, MemoryKV, Any]]:
     geometry, tokens = KVGeometry.uniform(LAYERS, 3, 32, "float32"), prompt(700)
     source = MemoryKV.random(geometry, 700)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, timeout=1.0) as archive:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, timeout=20.0) as archive:
         blocks = blocks_of(tokens, 96)
         archive.put(source, blocks, namespace())
         archive.flush()
@@ -293,7 +293,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
         assert server.stdout is not None
         if not server.stdout.readline():
             pytest.skip("this system lets nobody mount")
-        with open_engine(tokenizer, store, store_timeout=1.0) as engine:
+        with open_engine(tokenizer, store, store_timeout=5.0) as engine:
             hit = engine.generate(PROMPT, max_new_tokens=4, trace=True)
             assert hit.cached_by_tier == {"disk": 299 if engine.pipeline.grid.inside else 256}
             assert hit.logits_digest == cold.logits_digest
