@@ -11,6 +11,7 @@ NOT_CODE = ("benchmarks/results", "docs", "*.md", "tools", "deploy", "mkdocs.yml
 RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
 TESTS = "tests/*/test_*.py"  # some programs use tests/helpers
 FOLDERS = ("benchmarks", "benchmarks/peers")  # where programs lie, and what they import
+PACKAGES = {"vllm"}  # who imports this name means the package, and not the program beside it
 _NAMED = re.compile(r"(?:^|[/\s\"\'])(\w+)\.py\b")  # programs run others by their files' names
 _IMPORTED = re.compile(r"^\s*(?:from|import) (?:benchmarks\.)?(?:peers\.)?(\w+)", re.MULTILINE)
 
@@ -21,7 +22,7 @@ def not_read_by(step: Step, root: Path) -> tuple[str, ...]:
     tests = () if any("make test" in command for command in step.commands) else (TESTS,)
     programs = {file.relative_to(root).as_posix() for each in FOLDERS for file in (root / each).glob("*.py")}
     others = programs - _used(step, root) | RUNNER
-    return tuple(f":(exclude){path}" for path in (*NOT_CODE, *tests, *sorted(others)))
+    return tuple(f":(exclude){path}" for path in (*NOT_CODE, *tests, "tests/test_*.py", *sorted(others)))
 
 
 def _used(step: Step, root: Path) -> set[str]:
@@ -35,5 +36,5 @@ def _used(step: Step, root: Path) -> set[str]:
             if name not in found and (root / name).is_file():
                 found.add(name)
                 text = (root / name).read_text(encoding="utf-8")
-                left += [*_IMPORTED.findall(text), *_NAMED.findall(text)]
+                left += [*(set(_IMPORTED.findall(text)) - PACKAGES), *_NAMED.findall(text)]
     return found
