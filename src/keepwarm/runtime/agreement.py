@@ -18,10 +18,11 @@ from keepwarm.runtime.runner import Runner
 
 _COMPARED = 48  # tokens
 _FARTHEST, _BEHIND = 256, 32  # tokens: the comparison passes the end of windows up to the first length, by the second
-_NEAR = 0.05  # as a share of a row's largest logit
+# As a share of a row's largest logit. It is wide because of what we compare with: transformers' bfloat16 logits of
+# Gemma 3 270M are up to 4 % from float32's where ours are 2 %. What computes another model is farther off.
+_NEAR = 0.1
 _NEAR_FLOAT32 = 2e-4  # on the host, unless it rounds to fewer bits
 _NEAR_EXPERTS = 0.15
-_NEAR_EIGHT_BITS = 0.1  # with operands rounded to 8 bits, logits of random weights differ by up to 6 %
 
 
 def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None) -> str:
@@ -65,7 +66,7 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
 def _bound(ours: Runner, own: Runner) -> float:
     """Return the largest difference, as a share of a row's largest logit, between runners without experts."""
     if ours.lean is not None and ours.lean.in_blocks:
-        return _NEAR_EIGHT_BITS
+        return _NEAR  # with operands rounded to 8 bits, logits of random weights differ by up to 6 %
     whole = own.model.dtype is torch.float32 and not rounds_float32(own.device)
     return _NEAR_FLOAT32 if own.port.is_host and whole else _NEAR
 
