@@ -99,7 +99,11 @@ def flush(llm: Any) -> None:
 
 def forget(llm: Any) -> None:
     flush(llm)
-    assert llm.reset_prefix_cache()
+    for _ in range(100):  # pages of a request that ended are held until its last step
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(0.1)
+    raise AssertionError("vLLM's prefix cache is still in use")
 
 
 def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, Any]]:
