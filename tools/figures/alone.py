@@ -74,9 +74,7 @@ def sessions() -> str:
         for e in records("sessions-cases.jsonl")
         if "case" in e
     ]
-    return table(
-        ("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows
-    )
+    return table(("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows)
 
 
 def turns() -> str:
@@ -154,9 +152,7 @@ def codecs() -> str:
                 f"{found['kl_mean']:.4f}",
                 f"{found['top1_same']:.1%}",
             ))
-    return table(
-        ("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows
-    )
+    return table(("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows)
 
 
 def adapters() -> str:
