@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.helpers.vllm_process import ask, cached, ids, start
+from vllm.config import CompilationMode
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -36,11 +37,15 @@ FLASH, OTHER = backend("FLASH_ATTN", invariant=True), backend("ROCM_ATTN", invar
 TRITON_MLA = backend("TRITON_MLA", invariant=True)
 
 
-def config(*backends: Any, drafts: Any = None) -> Any:
+def config(
+    *backends: Any, drafts: Any = None, mode: CompilationMode = CompilationMode.NONE, tunes: bool | None = False
+) -> Any:
     layers: list[Any] = [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
     context = dict(enumerate([*layers, object()]))  # experts, for example, have no attention
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=drafts
+        compilation_config=SimpleNamespace(static_forward_context=context, mode=mode),
+        kernel_config=SimpleNamespace(enable_flashinfer_autotune=tunes),
+        speculative_config=drafts,
     )
 
 
@@ -59,6 +64,9 @@ def test_exact_in_the_batch_invariant_mode() -> None:
         (config(CPUAttentionBackend), FACTS),
         (config(), FACTS),
         (config(FLASH, drafts=object()), FACTS),
+        (config(FLASH, mode=CompilationMode.VLLM_COMPILE), FACTS),  # Inductor chooses kernels by measuring
+        (config(FLASH, tunes=True), FACTS),  # so does FlashInfer
+        (config(FLASH, tunes=None), FACTS),
     ],
 )
 def test_prefix_otherwise(told: Any, facts: Facts) -> None:
