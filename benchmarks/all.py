@@ -246,10 +246,11 @@ def run_step(step: Step, here: Here) -> float:
 def carry_over(step: Step, here: Here) -> None:
     """Write this commit into the stamps of files that were made from the same code. `ran` keeps the one they had."""
     for name in step.files:
-        _, _, text = (here.results / name).read_text(encoding="utf-8").partition("\n")
-        run = stamp_of(here.results / name) or {}
-        run = {**run, "commit": here.commit, "ran": run.get("ran", run["commit"])}
-        replaced(here.results / name, f"{json.dumps({'run': run})}\n{text}")
+        first, _, text = (here.results / name).read_text(encoding="utf-8").partition("\n")
+        run = json.loads(first)["run"]
+        if run["commit"] != here.commit:
+            run = {**run, "commit": here.commit, "ran": run.get("ran", run["commit"])}
+            replaced(here.results / name, f"{json.dumps({'run': run})}\n{text}")
 
 
 def replaced(file: Path, text: str) -> None:

@@ -40,7 +40,7 @@ def note() -> str:
     """Whether all files are of one commit and one machine."""
     commit, machine = shared("commit"), shared("machine")
     if commit and machine:
-        ran = any("ran" in run_of(name) for step in STEPS for name in step.files)
+        ran = any(run_of(name).get("ran", commit) != commit for step in STEPS for name in step.files)
         return (
             f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. "
             + ("Some were made a commit earlier, which differs in nothing that they depend on. " if ran else "")
