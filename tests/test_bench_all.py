@@ -37,7 +37,7 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     (folder / "benchmarks" / "results").mkdir(parents=True)
     (folder / "writes.py").write_text(WRITES)
-    (folder / ".gitignore").write_text("build/\n")
+    (folder / ".gitignore").write_text("build/\n__pycache__/\n")
     git(folder, "init", "-q")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "first")
