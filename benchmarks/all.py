@@ -6,7 +6,8 @@
 The steps of `plan.py` run one after another. Each writes into a folder of its own under `build/bench`. If it ends with
 0, its files go to the folder of results, each behind a first line {"run": ...}: commit, machine, versions, when, how
 long, and the commands. A step is skipped if its files were made on this machine, with these versions, from this commit,
-or from one that differs in documents, results and tests alone; so a run that was broken off goes on where it stopped.
+or from one that differs in nothing they depend on (`inputs.py`); so a run that was broken off goes on where it stopped,
+and a step that failed can be mended without making the others again.
 A step that fails stops no other one. The last lines, and the exit status, tell what is missing.
 
 `--models` has folders and GGUF files by the names in `plan.py`, `--traces` the request traces; both lie in `--work`
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.execution import alone, execute, stoppable
+from benchmarks.inputs import NOT_CODE, not_read_by
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
 from keepwarm.config import cache_dir
@@ -40,8 +42,6 @@ from keepwarm.runtime.native.build import level
 from keepwarm.runtime.processor import cpu_name
 
 VERSIONS = ("torch", "transformers", "keepwarm")
-# what may differ between two commits; tests/helpers are not among it, because some benchmarks use them
-NOT_CODE = tuple(f":(exclude){each}" for each in ("benchmarks/results", "docs", "*.md", "tests/*/test_*.py"))
 PATIENCE = 4  # a step is ended when it takes so many times what it is expected to, and ten minutes
 INSTALLING = 3600  # seconds until making an environment counts as failed
 
@@ -73,13 +73,13 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def changed(root: Path) -> list[str]:
-    """Files of the working tree that are not as in the commit; results, documents and tests apart."""
-    return git(root, "status", "--porcelain", "--", ".", *NOT_CODE).splitlines()
+    """Files of the working tree that are not as in the commit; results and documents apart."""
+    return git(root, "status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in NOT_CODE)).splitlines()
 
 
-def same_code(root: Path, one: str, other: str) -> bool:
-    """Whether two commits differ in nothing but documents, results and tests. An unknown commit differs."""
-    command = ("git", "diff", "--quiet", one, other, "--", ".", *NOT_CODE)
+def same_code(root: Path, one: str, other: str, step: Step) -> bool:
+    """Whether two commits differ in nothing that a step's figures depend on. An unknown commit differs."""
+    command = ("git", "diff", "--quiet", one, other, "--", ".", *not_read_by(step, root))
     return one == other or subprocess.run(command, cwd=root, capture_output=True, check=False).returncode == 0
 
 
@@ -146,15 +146,16 @@ def stamp_of(file: Path) -> dict[str, Any] | None:
 
 
 def done(here: Here, step: Step) -> bool:
-    """Whether all files of a step were made by this very code, on this machine, with these versions."""
+    """Whether all files of a step were made by the same code, on this machine, with these versions."""
     stamps = [stamp_of(here.results / name) for name in step.files]
     return not here.dirty and all(
         each is not None
         and not each["dirty"]
         and not each.get("quick")
+        and each["command"] == " && ".join(step.commands)
         and each["machine"] == machine()
         and each["versions"] == versions()
-        and same_code(here.root, each["commit"], here.commit)
+        and same_code(here.root, each["commit"], here.commit, step)
         for each in stamps
     )
 
@@ -190,22 +191,13 @@ def environment(peer: str, here: Here) -> str:
     """The program of a peer's environment, which is made if it is not there. Raises Missing."""
     packages, _ = PEERS[peer]
     command = [sys.executable, "benchmarks/peers/environments.py", peer, str(here.work), *packages.split()]
-    with (here.scratch / f"environment-{peer}.log").open("w") as log:
-        try:
-            found = subprocess.run(
-                command,
-                cwd=here.root,
-                env=environ(here),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                timeout=INSTALLING,
-            )
-        except subprocess.TimeoutExpired:
-            raise Missing(f"{peer} was not installed after {INSTALLING // 60} minutes: see {log.name}") from None
-    if found.returncode or not found.stdout.split():
-        raise Missing(f"{peer} cannot be installed: see {log.name}")
-    return found.stdout.split()[-1]
+    with (here.scratch / f"environment-{peer}.log").open("w+") as log:
+        ended = execute(command, here.root, environ(here), log, INSTALLING)
+        log.seek(0)
+        told = log.read().split()  # its last word is the program
+    if ended or not told:
+        raise Missing(f"{peer} cannot be installed, {ended or 'it said nothing'}: see {log.name}")
+    return told[-1]
 
 
 def environ(here: Here) -> dict[str, str]:
@@ -244,11 +236,27 @@ def run_step(step: Step, here: Here) -> float:
                 raise RuntimeError(f"{ended}: see {log}")
     seconds = time.monotonic() - began
     if not here.dirty and (
-        changed(here.root) or not same_code(here.root, here.commit, git(here.root, "rev-parse", "HEAD"))
+        changed(here.root) or not same_code(here.root, here.commit, git(here.root, "rev-parse", "HEAD"), step)
     ):
         raise RuntimeError("the code was changed while it ran")
     keep(step, here, seconds)
     return seconds
+
+
+def carry_over(step: Step, here: Here) -> None:
+    """Write this commit into the stamps of files that were made from the same code. `ran` keeps the one they had."""
+    for name in step.files:
+        first, _, text = (here.results / name).read_text(encoding="utf-8").partition("\n")
+        run = json.loads(first)["run"]
+        if run["commit"] != here.commit:
+            run = {**run, "commit": here.commit, "ran": run.get("ran", run["commit"])}
+            replaced(here.results / name, f"{json.dumps({'run': run})}\n{text}")
+
+
+def replaced(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def keep(step: Step, here: Here, seconds: float) -> None:
@@ -265,9 +273,7 @@ def keep(step: Step, here: Here, seconds: float) -> None:
         texts[name] = f"{head}\n{text}"
     here.results.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        partial = here.results / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(here.results / name)
+        replaced(here.results / name, text)
 
 
 # ---- all of them ----
@@ -282,6 +288,7 @@ def run(steps: Sequence[Step], here: Here, say: Callable[[str], None] = print) -
         left -= step.minutes
         place = f"[{number}/{len(steps)}] {step.name}"
         if done(here, step):
+            carry_over(step, here)
             say(f"{place}: is there, from this code")
             continue
         say(f"{place}: about {step.minutes:g} min, then {left:g} min more")

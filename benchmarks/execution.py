@@ -27,12 +27,13 @@ def execute(command: Sequence[str], root: Path, environment: Mapping[str, str], 
     except subprocess.TimeoutExpired:
         return f"ended after {limit / 60:.0f} minutes"
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait(ENDING)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         sweep(mark)
     return f"ended with {code}" if code else ""

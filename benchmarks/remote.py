@@ -85,6 +85,8 @@ def services(folder: Path) -> Iterator[dict[str, str]]:
 
 def hit(engine: Engine, prompt: list[dict[str, str]], tier: str) -> Any:
     """One request whose prefix is found in a tier; everything nearer is emptied first."""
+    if tier == "ram":
+        engine.generate(messages=prompt, max_new_tokens=1)  # the end of another question may be on disk alone
     engine.flush()
     engine.pipeline.pool.forget()
     if tier != "ram":

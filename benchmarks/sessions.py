@@ -145,7 +145,7 @@ def answer_child(arguments: str) -> None:
 
 def floor_ms(engine: Engine, session: str, said: str) -> float:
     """The bare pass over what a turn has to compute, with its KV in place."""
-    turn = engine.sessions.begin(said, {"session": session})
+    turn = engine.sessions.begin(said, {"session": session}, engine.pipeline.archive.epoch())
     arguments = {name: turn.arguments[name] for name in ("messages", "ran")}
     prompt = engine.pipeline.prepare(None, arguments).compiled
     with engine.pipeline.lease(

@@ -37,7 +37,7 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     (folder / "benchmarks" / "results").mkdir(parents=True)
     (folder / "writes.py").write_text(WRITES)
-    (folder / ".gitignore").write_text("build/\n")
+    (folder / ".gitignore").write_text("build/\n__pycache__/\n")
     git(folder, "init", "-q")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "first")
@@ -82,6 +82,31 @@ def test_results_and_documents_may_be_committed_between_two_runs_and_code_may_no
     git(here.root, "add", ".")
     git(here.root, "commit", "-qm", "code")
     assert not bench.done(replace(here, commit=git(here.root, "rev-parse", "HEAD").strip()), GOOD)
+
+
+def test_a_program_that_fails_may_be_mended_without_making_other_steps_again(here: bench.Here) -> None:
+    folder = here.root / "benchmarks"
+    (folder / "ttft.py").write_text(f"import sessions\n{WRITES}")
+    (folder / "sessions.py").write_text("pass")
+    (folder / "remote.py").write_text("pass")
+    git(here.root, "add", ".")
+    git(here.root, "commit", "-qm", "programs")
+    step = replace(GOOD, commands=("{python} benchmarks/ttft.py {out} {work}",))
+
+    def after(name: str) -> bench.Here:
+        (folder / name).write_text("assert True")
+        git(here.root, "commit", "-qam", "mended")
+        return replace(here, commit=git(here.root, "rev-parse", "HEAD").strip())
+
+    first = replace(here, commit=git(here.root, "rev-parse", "HEAD").strip())
+    assert bench.run([step], first) == {}
+    other = after("remote.py")
+    assert bench.run([step], other) == {}
+    told = bench.stamp_of(here.results / "good.jsonl")
+    assert told is not None
+    assert (times(here), told["commit"], told["ran"]) == (1, other.commit, first.commit)
+    assert not bench.done(other, replace(step, commands=("{python} benchmarks/ttft.py {out} {work} more",)))
+    assert not bench.done(after("sessions.py"), step), "the step's program imports it"
 
 
 def test_what_was_made_of_uncommitted_code_is_made_again(here: bench.Here) -> None:

@@ -66,18 +66,14 @@ def test_the_folder_holds_what_a_step_makes_and_what_is_named_besides() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_tells_its_run_or_is_known_from_git(name: str) -> None:
-    commit, when, _ = sources.told(name)
-    assert re.match(r"`[0-9a-f]{7,10}`", commit)
+def test_a_file_tells_its_run_in_its_first_line(name: str) -> None:
+    commit, when, machine = sources.told(name)
+    assert re.match(r"`[0-9a-f]{10}`$", commit), "code that was not committed"
     assert re.match(r"\d{4}-\d\d-\d\d", when)
+    assert "cores" in machine
+    assert not run_of(name).get("quick")
+    assert records(name)
     assert all("commit" not in each.get("run", {}) for each in records(name))
-
-
-def test_the_line_about_the_run_is_no_record() -> None:
-    stamped = [name for name in NAMES if run_of(name)]
-    for name in stamped:
-        lines_of_it = (RESULTS / name).read_text(encoding="utf-8").splitlines()
-        assert len(records(name)) == len(lines_of_it) - 1
 
 
 def test_ratios_come_with_quartiles_and_the_worst() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.cli import Cli
+from tests.helpers.remote_archives import PATIENT
 from tests.helpers.remotes import S3Server, free_port, s3_server
 
 from keepwarm.core.blocks import chain
@@ -22,7 +23,7 @@ def fill(*urls: str, folder: Path | None = None, name: str | None = None) -> lis
     """Store a made-up prompt of 64 tokens, and leave counters as an engine does."""
     tokens = prompt(64)
     blocks = blocks_of(tokens)
-    with Archive.open(folder, max_ram=CAP, max_disk=CAP, remotes=urls) as archive:
+    with Archive.open(folder, max_ram=CAP, max_disk=CAP, remotes=urls, limits=PATIENT) as archive:
         archive.remotes.report(lambda: {"requests": 2, "prompt_tokens": 100, "cached_tokens": 75})
         archive.put(MemoryKV.random(UNEVEN, 64), blocks, namespace())
         archive.flush()
@@ -54,11 +55,11 @@ def test_a_purge_from_the_command_line_reaches_the_remote(cli: Cli, tmp_path: Pa
     url = f"file://{tmp_path}/objects"
     tokens = prompt(64)
     blocks = chain(tokens, [32, 64], namespace(), {0: salt_key("tenant")})
-    with Archive.open(tmp_path / "store", max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+    with Archive.open(tmp_path / "store", max_ram=CAP, max_disk=CAP, remotes=[url], limits=PATIENT) as archive:
         archive.put(MemoryKV.random(UNEVEN, 64), blocks, namespace())
     done = cli("purge", "--salt", "tenant", "--store", tmp_path / "store", "--remote", url)
     assert done.code == 0, done.err
-    with Archive.open(None, max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+    with Archive.open(None, max_ram=CAP, max_disk=CAP, remotes=[url], limits=PATIENT) as archive:
         assert archive.lookup([block.exact for block in blocks]) == ()
 
 
@@ -128,7 +129,11 @@ def test_a_configuration_is_shown_without_passwords(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_is_warmed_to_object_storage_once_makes_a_replica_hot(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
+def test_what_is_warmed_to_object_storage_once_makes_a_replica_hot(
+    cli: Cli, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPWARM__ENGINE__REMOTE_TIMEOUT", "20")
+    monkeypatch.setenv("KEEPWARM__ENGINE__REMOTE_LOAD_TIMEOUT", "20")
     url, system = s3.bucket("fleet"), "You answer for a library. " * 40
     warmed = cli("warm", "--system", system, "--to", url, "--store", tmp_path / "one", "--json")
     assert warmed.code == 0, warmed.err

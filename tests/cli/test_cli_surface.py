@@ -149,7 +149,7 @@ def test_interrupt_is_code_130() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
-        time.sleep(1.5)  # until it waits for standard input
+        time.sleep(4)  # until it waits for standard input
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=30) == 130
 

@@ -18,7 +18,7 @@ from keepwarm.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {"step": 32, "min_step": 16, "max_ram": "64MiB"}
+SETTINGS = {"step": 32, "min_step": 16, "max_ram": "64MiB", "remote_timeout": 20.0, "remote_load_timeout": 20.0}
 _NUMBERS = count()
 
 
@@ -87,10 +87,10 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
     url: str, engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
     cold = ask(engine())
-    one = engine(url, remote_timeout=20.0, remote_load_timeout=20.0)
+    one = engine(url)
     assert ask(one).logits_digest == cold.logits_digest
     one.flush()
-    other = engine(url, store=tmp_path / "other", remote_timeout=20.0, remote_load_timeout=20.0)
+    other = engine(url, store=tmp_path / "other")
     tier = url.partition(":")[0]
     hit = ask(other)
     assert hit.cached_by_tier == {tier: 128}
@@ -107,10 +107,10 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
 
 @over("redis")
 def test_prefix_reuse_walks_along_the_remote(url: str, engine: Callable[..., Engine]) -> None:
-    one = engine(url, remote_timeout=20.0)
+    one = engine(url)
     ask(one)
     one.flush()
-    other = engine(url, reuse="prefix", step=48, remote_timeout=20.0)
+    other = engine(url, reuse="prefix", step=48)
     tokens = prompt(0)[:100] + [5] * 20
     found = other.generate(tokens, max_new_tokens=2)
     assert sum(found.cached_by_tier.values()) == 100
@@ -124,23 +124,23 @@ def test_warming_brings_what_is_stored_here_to_the_remote(
     before = engine(store=tmp_path / "store")
     before.warm(prompt(3))
     before.close()
-    one = engine(url, store=tmp_path / "store", remote_timeout=20.0)
+    one = engine(url, store=tmp_path / "store")
     report = one.warm(prompt(3), name="three")
     assert report.new_blocks == 0
     one.flush()
     (behind,) = one.pipeline.archive.remotes
     eventually(lambda: "three" in behind.books.names())
-    other = engine(url, remote_timeout=20.0)
+    other = engine(url)
     assert sum(ask(other, 3).cached_by_tier.values()) == (149 if other.pipeline.grid.inside else 128)
 
 
 @over("redis")
 def test_tenants_do_not_meet_and_a_purge_reaches_the_remote(url: str, engine: Callable[..., Engine]) -> None:
-    one = engine(url, remote_timeout=20.0)
+    one = engine(url)
     ask(one, salt="a")
     ask(one, 1)
     one.flush()
-    other = engine(url, remote_timeout=20.0)
+    other = engine(url)
     for salt in (None, "b"):
         assert ask(other, salt=salt).cached_tokens == 0
     assert ask(other, salt="a").cached_tokens == 128
@@ -156,7 +156,7 @@ def test_tenants_do_not_meet_and_a_purge_reaches_the_remote(url: str, engine: Ca
 
 def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[..., Engine], tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
-        one = engine(server.url, remote_timeout=2.0)
+        one = engine(server.url)
         cold = {seed: ask(engine(), seed).logits_digest for seed in range(4)}
         assert ask(one, 0).logits_digest == cold[0]
         one.flush()
@@ -169,7 +169,7 @@ def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[
         one.flush()
         assert ask(one, 3).logits_digest == cold[3]
         one.flush()
-        other = engine(server.url, remote_timeout=2.0)
+        other = engine(server.url)
         hits = {seed: ask(other, seed) for seed in cold}
         assert {seed: hit.logits_digest for seed, hit in hits.items()} == cold
         assert [hits[seed].cached_tokens for seed in cold] == [0, 128, 128, 128]
@@ -178,7 +178,7 @@ def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[
 @over("redis")
 def test_a_lying_service_is_a_miss_and_the_run_is_removed(url: str, engine: Callable[..., Engine]) -> None:
     cold = ask(engine())
-    one = engine(url, remote_timeout=20.0)
+    one = engine(url)
     ask(one)
     one.flush()
     (behind,) = one.pipeline.archive.remotes
@@ -189,12 +189,12 @@ def test_a_lying_service_is_a_miss_and_the_run_is_removed(url: str, engine: Call
         body = bytearray(behind.tier.blobs.body(key, head.body_bytes, 20.0, whole=True).read(head.body_bytes, 0))
         body[len(body) // 2] ^= 1
         behind.tier.blobs.put_body(key, memoryview(bytes(body)), 20.0)
-    other = engine(url, remote_timeout=20.0)
+    other = engine(url)
     wrong = ask(other)
     assert wrong.logits_digest == cold.logits_digest
     assert other.stats().corrupt >= 1
     other.flush()
-    third = engine(url, remote_timeout=20.0)  # the damaged run was replaced by a good one
+    third = engine(url)  # the damaged run was replaced by a good one
     good = ask(third)
     assert good.logits_digest == cold.logits_digest
     assert third.stats().corrupt == 0

@@ -51,7 +51,7 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urlopen(request, timeout=60) as response:
+        with urlopen(request, timeout=180) as response:
             answer = json.load(response)
         (choice,) = answer["choices"]
         usage = answer["usage"]
@@ -62,7 +62,7 @@ class Server:
         """End it as a service manager does. Return what it logged."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.communicate(timeout=60)[1]
+        return self.process.communicate(timeout=180)[1]
 
 
 PATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH")]))
@@ -125,7 +125,7 @@ def test_quantized_caches_are_kept_too(serve: Callable[..., Server]) -> None:
 def test_what_cannot_be_served_ends_with_a_message(serve: Callable[..., Server], tmp_path: Path) -> None:
     for options, message in ((("--setting", "stor=x"), "known are store"), (("--max-ram", "much"), "max_ram")):
         server = serve(True, *options)
-        assert server.process.wait(timeout=60) == 1
+        assert server.process.wait(timeout=180) == 1
         assert message in server.stop()
 
 

@@ -17,6 +17,7 @@ from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.core.identity import ArithmeticIdentity
 from keepwarm.runtime.arithmetic import Surroundings
+from keepwarm.runtime.dispatch import rounds_float32
 from keepwarm.runtime.loader import LoadedModel, load
 from keepwarm.runtime.native import build
 from keepwarm.runtime.processor import processor
@@ -136,6 +137,17 @@ def test_a_devices_names_hold_nothing_of_the_processors_kernels(
         assert "unknown" not in before.libraries.values()
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         assert around().environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("switch", ["precision", "fpmath"])
+def test_float32_that_torch_rounds_is_known(switch: str) -> None:
+    host = torch.device("cpu")
+    assert not rounds_float32(host)
+    if switch == "fpmath" and not hasattr(onednn, "matmul"):
+        pytest.skip("this torch has the one setting alone")
+    with set_to(*SWITCHES[switch]):
+        assert rounds_float32(host)
+    assert not rounds_float32(host)
 
 
 # ---- our own kernels ----

@@ -33,15 +33,15 @@ def test_hundreds_of_sessions_lie_on_disk_and_few_in_memory(engine: Engine) -> N
 @pytest.mark.slow
 def test_sessions_past_their_time_are_dropped_by_themselves(saved: Callable[..., Path], tmp_path: Path) -> None:
     settings = QUIET | {"store": tmp_path / "store"}
-    with Engine.from_pretrained(saved("llama"), session_ttl=1.5, **settings) as engine:
+    with Engine.from_pretrained(saved("llama"), session_ttl=4.0, **settings) as engine:
         engine.sessions.open("old", system="one").say("hi", max_new_tokens=2)
-        time.sleep(1.7)
+        time.sleep(4.2)
         engine.sessions.open("new", system="two").say("hi", max_new_tokens=2)
         assert [info.name for info in engine.sessions.list()] == ["new"]
-    time.sleep(1.7)
+    time.sleep(4.2)
     with Engine.from_pretrained(saved("llama"), **settings) as engine:
         assert [info.name for info in engine.sessions.list()] == ["new"], "no ttl, no end"
-    with Engine.from_pretrained(saved("llama"), session_ttl=1.5, **settings) as engine:
+    with Engine.from_pretrained(saved("llama"), session_ttl=4.0, **settings) as engine:
         assert engine.sessions.list() == ()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.helpers.archives import CAP
+from tests.helpers.remote_archives import PATIENT
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import CorruptRun
@@ -35,9 +36,8 @@ OTHERS = {
 def opened(tier: str, folder: Path) -> Archive:
     remotes = [f"file://{folder / 'far'}"] if tier == "remote" else []
     path = None if tier in ("ram", "remote") else folder / "near"
-    return Archive.open(
-        path, max_ram=CAP if tier == "ram" else 0, max_disk=CAP, map_files=tier == "mapped", remotes=remotes
-    )
+    ram = CAP if tier == "ram" else 0
+    return Archive.open(path, max_ram=ram, max_disk=CAP, map_files=tier == "mapped", remotes=remotes, limits=PATIENT)
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk", "mapped", "remote"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.pages import CAP, GRID, PAGE, Store, ids, joined, kv_of
+from tests.helpers.remote_archives import PATIENT
 
 from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.core.blocks import PrefixNames, TokenIds, chain, token_ids
@@ -140,14 +141,14 @@ def test_remote_tiers_get_whole_pages(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'far'}"
     document = ids(2 * PAGE + 11, 1)
     texts = [joined(document, token_ids([100 + n]), ids(2 * PAGE, n)) for n in range(3)]
-    with Archive.open(tmp_path / "near", max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+    with Archive.open(tmp_path / "near", max_ram=CAP, max_disk=CAP, remotes=[url], limits=PATIENT) as archive:
         for text in texts:
             blocks = chain(text, GRID.cuts(len(text)), namespace())
             found = len(archive.lookup([block.exact for block in blocks]))
             archive.put(kv_of(text), blocks[found:], namespace(), names=PrefixNames(text, namespace()))
             archive.flush()
         assert sum(entry.tokens for entry in archive.contents.entries()) == len(texts[0]) + 2 * (2 * PAGE + 1)
-    with Archive.open(None, max_ram=0, max_disk=0, remotes=[url]) as archive:
+    with Archive.open(None, max_ram=0, max_disk=0, remotes=[url], limits=PATIENT) as archive:
         for text in texts:
             blocks = chain(text, GRID.cuts(len(text)), namespace())
             refs, end = matching_tokens(blocks, archive, 0, {})
@@ -273,12 +274,12 @@ def test_ram_may_hold_a_page_and_its_rest(tmp_path: Path) -> None:
     document = joined(ids(PAGE, 1), token_ids([5] * 10))
     page = joined(document, token_ids([5] * 22))
     text = joined(page, ids(40, 5))
-    with Archive.open(tmp_path / "one", max_ram=CAP, max_disk=CAP, remotes=[far]) as archive:
+    with Archive.open(tmp_path / "one", max_ram=CAP, max_disk=CAP, remotes=[far], limits=PATIENT) as archive:
         fresh(archive, text)
     with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP) as archive:
         fresh(archive, joined(document, token_ids([1, 2, 3])))
         fresh(archive, page)
-    with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP, remotes=[far]) as archive:
+    with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP, remotes=[far], limits=PATIENT) as archive:
         asked = joined(text, token_ids([9]))
         refs, _ = matching_tokens(chain(asked, GRID.cuts(len(asked)), namespace()), archive, 0, {})
         archive.promote([ref.run_id for ref in refs if ref.tier == "disk"])
@@ -302,7 +303,7 @@ def test_a_run_is_replicated_once(tmp_path: Path) -> None:
     with Archive.open(tmp_path / "one", max_ram=0, max_disk=CAP) as archive:
         fresh(archive, joined(document, ids(9, 3)))
         fresh(archive, text, found=len(document))
-    with Archive.open(tmp_path / "one", max_ram=0, max_disk=CAP, remotes=[far]) as archive:
+    with Archive.open(tmp_path / "one", max_ram=0, max_disk=CAP, remotes=[far], limits=PATIENT) as archive:
         sent: list[Run] = []
         behind = archive.remotes._all[0]
         submit = behind.submit
@@ -311,7 +312,7 @@ def test_a_run_is_replicated_once(tmp_path: Path) -> None:
         archive.replicate([block.exact for block in blocks])
         archive.flush()
         assert len(sent) == 2
-    with Archive.open(None, max_ram=0, max_disk=0, remotes=[far]) as archive:
+    with Archive.open(None, max_ram=0, max_disk=0, remotes=[far], limits=PATIENT) as archive:
         assert matching_tokens(blocks, archive, 0, {})[1] == len(text) - 1
 
 

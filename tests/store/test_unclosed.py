@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.remote_archives import PATIENT
 
 from keepwarm.store.archive import Archive
 from keepwarm.testing.kv import blocks_of, prompt
@@ -35,5 +36,5 @@ def test_what_was_put_is_written_when_the_program_ends(tmp_path: Path, end: str,
     ids = [block.exact for block in blocks_of(prompt(4096), 64)]
     for folder, remotes in ((store, []), (None, [remote])):
         if folder or remotes:
-            with Archive.open(folder, max_ram=0, max_disk=1 << 30, remotes=remotes) as archive:
+            with Archive.open(folder, max_ram=0, max_disk=1 << 30, remotes=remotes, limits=PATIENT) as archive:
                 assert len(archive.lookup(ids)) == len(ids)

@@ -4,10 +4,12 @@ The first line is `{"settings": {...of LLM...}, "store": {...of the connector, n
 `"events"`, a ZeroMQ endpoint, where KV events are published, and `"late"`: true for pages on a device that is as late
 as it may be. Each other one is a step: `{"prompts": [[ids]],
 "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool, "scores": bool}`, `{"abort":
-[ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics":
-beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the
-answer's ids (and with `scores` their log-probabilities), and the seconds; for metrics their values by name; null for
-other steps.
+[ids]}`, `{"flush": true}` (what was handed to the store is in it then, and in remote tiers), `{"forget": true}` (vLLM's
+own prefix cache, after the same), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics": beginning of their
+names}`. With `"until": tokens` a step is repeated, at most ten times, each after `forget` and four seconds, until vLLM
+says that so many were cached of each prompt. A step's line of results holds for each prompt the tokens that vLLM says
+were cached, the answer's ids (and with `scores` their log-probabilities), and the seconds; for metrics their values by
+name; null for other steps.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 MODULE = "keepwarm.integrations.vllm.connector"
 LATE = "tests.vllm.late_connector"
+FLUSHING = "tests.vllm.flushing.Flushing"
 
 
 def main() -> None:
@@ -38,6 +41,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
     if job["store"] is not None:
+        settings["worker_extension_cls"] = FLUSHING
         settings["kv_transfer_config"] = KVTransferConfig(
             kv_connector="LateConnector" if job.get("late") else "KeepwarmConnector",
             kv_connector_module_path=LATE if job.get("late") else MODULE,
@@ -59,7 +63,15 @@ def perform(llm: Any, step: dict[str, Any]) -> Any:
 
     if "prompts" in step:
         scores = 0 if step.get("scores") else None
-        return generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"], logprobs=scores))
+        sampling = SamplingParams(temperature=0, max_tokens=step["max_tokens"], logprobs=scores)
+        found = generate(llm, step, sampling)
+        for _ in range(10):
+            if min(each["cached"] for each in found) >= step.get("until", 0):
+                break
+            time.sleep(4)
+            forget(llm)
+            found = generate(llm, step, sampling)
+        return found
     if "shell" in step:
         subprocess.run(step["shell"], shell=True, check=True)
     elif "sleep" in step:
@@ -67,8 +79,10 @@ def perform(llm: Any, step: dict[str, Any]) -> Any:
     elif "metrics" in step:
         found = [metric for metric in llm.get_metrics() if metric.name.startswith(step["metrics"])]
         return {metric.name: metric.value for metric in found}
+    elif "flush" in step:
+        flush(llm)
     elif "forget" in step:
-        assert llm.reset_prefix_cache()
+        forget(llm)
     elif "abort" in step:
         engine = llm.llm_engine
         engine.add_request("aborted", {"prompt_token_ids": step["abort"]}, SamplingParams(max_tokens=500))
@@ -76,6 +90,20 @@ def perform(llm: Any, step: dict[str, Any]) -> Any:
             engine.step()
         engine.abort_request(["aborted"])
     return None
+
+
+def flush(llm: Any) -> None:
+    if llm.llm_engine.vllm_config.kv_transfer_config is not None:
+        llm.collective_rpc("flush_keepwarm")
+
+
+def forget(llm: Any) -> None:
+    flush(llm)
+    for _ in range(100):  # pages of a request that ended are held until its last step
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(0.1)
+    raise AssertionError("vLLM's prefix cache is still in use")
 
 
 def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def states_in(store: Path) -> list[Path]:
 def damaged(*places: Path) -> list[dict[str, Any]]:
     """Steps: files are damaged, and the prompts are asked three times: damage is found by loading, run by run."""
     command = shlex.join([sys.executable, str(Path(__file__).parents[1] / "helpers" / "damage.py"), *map(str, places)])
-    asked = {"forget": True}, ask(PROMPTS, scores=True), {"sleep": 2}
+    asked = {"forget": True}, ask(PROMPTS, scores=True), {"flush": True}
     return [{"shell": command}, *asked, *asked, *asked]
 
 
@@ -126,15 +126,16 @@ def test_a_new_process_is_served_from_the_store(models: Callable[[str], Path], t
 def test_an_instance_that_shares_only_redis(models: Callable[[str], Path], redis: RedisServer, family: str) -> None:
     """An answer is gone on from, requests come together, one is aborted, and loads that take too long are computed."""
     run = partial(start, models(family), **FAMILIES[family])
-    store = {"remote": f"{redis.url}?prefix={family}:", "max_ram": 0, "remote_timeout": 20, "remote_load_timeout": 20}
+    store = {"remote": f"{redis.url}?prefix={family}:", "max_ram": 0, "remote_timeout": 20}
+    store |= {"remote_load_timeout": 20, "load_timeout": 60}
     question = ids(100, 4)
     (plain,) = run(None, ask([question], max_tokens=500))
     turn = [*question, *answers(plain)[0], *ids(60, 5)]
     many = [HEAD + ids(40 + n, 300 + n) for n in range(4)]
     expected = run(None, ask([turn], scores=True), ask(many, scores=True))
-    first = run(store, ask([question], max_tokens=500), {"abort": ids(900, 3)}, ask(many), {"sleep": 2})
+    first = run(store, ask([question], max_tokens=500), {"abort": ids(900, 3)}, ask(many), {"flush": True})
     assert answers(first[0]) == answers(plain)
-    late, _ = run(store | {"load_timeout": 1e-6}, ask([turn], scores=True), {"sleep": 2})
+    late, _ = run(store | {"load_timeout": 1e-6}, ask([turn], scores=True), {"flush": True})
     assert (scores(late), answers(late)) == (scores(expected[0]), answers(expected[0]))
     again, together = run(store, ask([turn], scores=True), ask(many, together=True))
     assert scores(again) == scores(expected[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.helpers.vllm_process import ask, cached, ids, start
+from vllm.config import CompilationMode
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from keepwarm.core.spans import Exactness
 from keepwarm.integrations.vllm.counts import TransferStats
+from keepwarm.integrations.vllm.identity import Facts
 from keepwarm.integrations.vllm.label import label_of
 
 
@@ -29,36 +32,45 @@ def backend(name: str, *, invariant: bool) -> type[AttentionBackend]:
     return type(name, (AttentionBackend,), said)
 
 
+FACTS = Facts("FLASH_ATTN", "NVIDIA H100 80GB HBM3", "9.0", "LBNHC", True, 3, compiled="a digest")
 FLASH, OTHER = backend("FLASH_ATTN", invariant=True), backend("ROCM_ATTN", invariant=False)
 TRITON_MLA = backend("TRITON_MLA", invariant=True)
 
 
-def config(*backends: Any, drafts: Any = None) -> Any:
+def config(
+    *backends: Any, drafts: Any = None, mode: CompilationMode = CompilationMode.NONE, tunes: bool | None = False
+) -> Any:
     layers: list[Any] = [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
     context = dict(enumerate([*layers, object()]))  # experts, for example, have no attention
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=drafts
+        compilation_config=SimpleNamespace(static_forward_context=context, mode=mode),
+        kernel_config=SimpleNamespace(enable_flashinfer_autotune=tunes),
+        speculative_config=drafts,
     )
 
 
 def test_exact_in_the_batch_invariant_mode() -> None:
-    assert label_of(config(FLASH, FLASH), batch_invariant=True) is Exactness.EXACT
+    assert label_of(config(FLASH, FLASH), FACTS) is Exactness.EXACT
 
 
 @pytest.mark.parametrize(
-    ("told", "mode"),
+    ("told", "facts"),
     [
-        (config(FLASH), False),
-        (config(OTHER), True),
-        (config(FLASH, OTHER), True),
-        (config(TRITON_MLA), True),  # vLLM switches its own prefix cache off there
-        (config(CPUAttentionBackend), True),
-        (config(), True),
-        (config(FLASH, drafts=object()), True),
+        (config(FLASH), replace(FACTS, batch_invariant=False)),
+        (config(FLASH), replace(FACTS, compiled="")),  # vLLM cannot say how it compiles
+        (config(OTHER), FACTS),
+        (config(FLASH, OTHER), FACTS),
+        (config(TRITON_MLA), FACTS),  # vLLM switches its own prefix cache off there
+        (config(CPUAttentionBackend), FACTS),
+        (config(), FACTS),
+        (config(FLASH, drafts=object()), FACTS),
+        (config(FLASH, mode=CompilationMode.VLLM_COMPILE), FACTS),  # Inductor chooses kernels by measuring
+        (config(FLASH, tunes=True), FACTS),  # so does FlashInfer
+        (config(FLASH, tunes=None), FACTS),
     ],
 )
-def test_prefix_otherwise(told: Any, mode: bool) -> None:
-    assert label_of(told, batch_invariant=mode) is Exactness.PREFIX
+def test_prefix_otherwise(told: Any, facts: Facts) -> None:
+    assert label_of(told, facts) is Exactness.PREFIX
 
 
 def test_what_is_loaded_is_counted_by_its_label() -> None:
@@ -92,9 +104,9 @@ def test_digests_in_the_batch_invariant_mode(model: Path, tmp_path: Path, monkey
     alone, together = ask(prompts, scores=True), ask(prompts, scores=True, together=True)
     (cold,) = start(model, None, alone, enable_prefix_caching=False, **settings)
     store = {"store": str(tmp_path / "store"), "max_ram": 0}
-    start(model, store, ask([head, ids(90, 2)], together=True), {"sleep": 2}, **settings)
+    start(model, store, ask([head, ids(90, 2)], together=True), {"flush": True}, **settings)
     found = start(
-        model, store, alone, {"sleep": 2}, {"forget": True}, together, {"metrics": "vllm:keepwarm"}, **settings
+        model, store, alone, {"flush": True}, {"forget": True}, together, {"metrics": "vllm:keepwarm"}, **settings
     )
     assert min(cached(found[0]) + cached(found[3])) >= 640
     assert digests(found[0]) == digests(found[3]) == digests(cold)

@@ -124,10 +124,24 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
+def nodes(count: int = 1, backend: Any = "mp", *, ranks: int = 2) -> Any:
+    """Of vLLM's `ParallelConfig` what is asked."""
+    return SimpleNamespace(tensor_parallel_size=ranks, nnodes_within_dp=count, distributed_executor_backend=backend)
+
+
+@pytest.mark.parametrize(("count", "backend"), [(2, "mp"), (1, "ray"), (1, "external_launcher"), (1, object)])
+def test_ranks_that_may_be_on_other_machines_store_for_themselves(count: int, backend: Any) -> None:
+    """They do not reach the first one's folder. A remote tier they do reach."""
+    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], SPECS["MLA"])])
+    assert not is_replicated(groups, nodes(count, backend), shares=False)
+    assert is_replicated(groups, nodes(count, backend), shares=True)
+    assert is_replicated(groups, nodes(), shares=False)
+
+
 @pytest.mark.parametrize(("kind", "ranks", "same"), [("MLA", 2, True), ("MLA", 1, False), ("grouped", 2, False)])
 def test_ranks_with_the_same_kv_have_one_name(saved: Callable[..., Path], kind: str, ranks: int, same: bool) -> None:
     groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], SPECS[kind])])
-    assert is_replicated(groups, SimpleNamespace(tensor_parallel_size=ranks)) == same
+    assert is_replicated(groups, nodes(ranks=ranks), shares=False) == same
     model = saved("llama", hidden_size=128, head_dim=32)
     config = EngineArgs(model=str(model), dtype="float32", tensor_parallel_size=2).create_engine_config()
     facts = [Facts("FLASH_ATTN_MLA", "NVIDIA H100 80GB HBM3", "9.0", "LBNHC", False, 3)] * 2

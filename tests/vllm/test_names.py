@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ OTHERS = [
     replace(FACTS, layout="LBHNC"),
     replace(FACTS, batch_invariant=True),
     replace(FACTS, form=2),
+    replace(FACTS, compiled="otherwise"),
+    replace(FACTS, drafter="another model's"),
 ]
 
 
@@ -54,9 +57,98 @@ def test_facts_are_those_of_the_layers(config: Any) -> None:
         device_config=config.device_config,
         cache_config=SimpleNamespace(kv_cache_layout="LBHNC"),
         compilation_config=SimpleNamespace(static_forward_context={"0": layer, "1": layer, "moe": object()}),
+        speculative_config=None,
     )
     found = Facts.of_worker(here)
     assert (found.attention, found.layout, found.device) == ("FLASHINFER", "LBHNC", "cpu")
+
+
+def test_facts_that_are_absent_change_no_name() -> None:
+    assert list(FACTS.described()) == ["attention", "device", "capability", "layout", "batch_invariant", "form"]
+
+
+def speculating(config: Any, method: str, drafter: Path | None = None, *, layers: tuple[str, ...] = ("0",)) -> Any:
+    """The model with a drafter whose layers joined its own."""
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    model = SimpleNamespace(model=str(drafter), revision=None, dtype=torch.float32, quantization=None)
+    told = SimpleNamespace(
+        method=method,
+        uses_draft_kv_cache=lambda: drafter is not None,
+        draft_model_config=model,
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    return SimpleNamespace(
+        device_config=config.device_config,
+        cache_config=SimpleNamespace(kv_cache_layout="LBHNC"),
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers, layer)),
+        speculative_config=told,
+    )
+
+
+def test_a_drafter_is_in_the_name(config: Any, saved: Callable[..., Path], tmp_path: Path) -> None:
+    """Its layers join those of the model, so that a page has more of them, and KV of the drafter's own weights."""
+    one, two = saved("llama", hidden_size=128, head_dim=32), tmp_path / "two"
+    two.mkdir()
+    (two / "model.safetensors").write_bytes(b"other weights")
+    both = ("0", "drafter's")
+    made = [
+        speculating(config, "eagle", one, layers=both),
+        speculating(config, "eagle", two, layers=both),
+        speculating(config, "mtp", one, layers=both),
+        speculating(config, "eagle", one, layers=(*both, "another")),
+    ]
+    told = [Facts.of_worker(each).drafter for each in made]
+    assert len({"", *told}) == 5
+    assert Facts.of_worker(made[0]).drafter == told[0]
+
+
+def test_drafts_from_the_prompt_bear_on_bits_alone(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have the model's layers only: names are those of a vLLM without drafts, unless bits count."""
+    told = speculating(config, "ngram")
+    assert Facts.of_worker(told).drafter == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "ngram" in Facts.of_worker(told).drafter
+
+
+def test_how_vllm_compiles_is_in_the_name_where_bits_count(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+
+    def compiled(**changed: Any) -> str:
+        compilation, whole = copy(config.compilation_config), copy(config)
+        for field, value in changed.items():
+            setattr(compilation, field, value)
+        compilation.static_forward_context = {"0": layer}
+        whole.compilation_config, whole.speculative_config = compilation, None
+        return Facts.of_worker(whole).compiled
+
+    assert compiled() == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert compiled() == compiled() != ""
+    assert compiled(custom_ops=["+rms_norm"]) not in ("", compiled())
+    monkeypatch.setenv("VLLM_DP_RANK", "1")
+    replica = compiled()
+    monkeypatch.delenv("VLLM_DP_RANK")
+    assert replica == compiled()  # replicas share
+    assert compiled(inductor_compile_config={"a_pass": print}) == ""
+    assert "is not called exact" in caplog.text
+
+
+def test_quantization_on_loading_is_in_the_name(saved: Callable[..., Path]) -> None:
+    """Weights are quantized while they are loaded: their files say nothing of it."""
+    folder = saved("llama", hidden_size=128, head_dim=32, max_position_embeddings=4096)
+
+    def name(**settings: Any) -> bytes:
+        made = EngineArgs(model=str(folder), dtype="bfloat16", enforce_eager=True, **settings).create_engine_config()
+        (space,) = shard_namespaces(made, 32, [FACTS])
+        return bytes(space.exact_root)
+
+    ignoring = {"quantization_config": {"ignore": ["lm_head"]}}
+    online = {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor_static"}}
+    blocks = {"quantization": "online", "quantization_config": {"linear": "fp8_per_block_static"}}
+    told = [{}, {"quantization": "fp8_per_tensor"}, {"quantization": "fp8_per_tensor", **ignoring}, online, blocks]
+    assert len({name(**settings) for settings in told}) == len(told)
 
 
 def connector(config: Any, folder: Path) -> Any:

@@ -215,19 +215,22 @@ def test_what_is_not_stored_yet_is_not_published(scheduler: Any) -> None:
     assert len(event.block_hashes) == 2
 
 
-def test_what_is_stored_in_part_is_published_in_part(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stored_in_part_is_published_in_part(scheduler: Any) -> None:
     """The store may drop or refuse the rest; it is waited for, but not for ever."""
-    monkeypatch.setattr("keepwarm.integrations.vllm.events.PATIENCE", 1.0)
     scheduler.kv_event_publisher = Published()
     one, two = request("one", 3 * PAGE - 1, 1, 60), request("two", 2 * PAGE - 1, 2, 60)
     scheduler.add_request(one)
     scheduler.add_request(two)
     assert len(step(scheduler).kv_connector_metadata.saves) == 2
     store(scheduler, one, PAGE)
+    waiting = scheduler.connector._scheduler._events
+    waiting.rename()  # a look from before does not count
+    for held in waiting._held:
+        held.until = 0.0
     (event,) = published(scheduler)
     assert event.token_ids == one.prompt_token_ids[:PAGE]
     assert (len(event.block_hashes), len(event.extra_keys or [None])) == (1, 1)
-    assert not any(held.first == 0 for held in scheduler.connector._scheduler._events._held)
+    assert not any(held.first == 0 for held in waiting._held)
 
 
 def test_what_one_rank_lacks_is_not_published(scheduler: Any) -> None:
@@ -246,3 +249,11 @@ def test_what_one_rank_lacks_is_not_published(scheduler: Any) -> None:
     store(scheduler, one)
     half.rename(both)
     assert len(published(scheduler)) == 1
+
+
+def test_what_is_too_short_to_be_stored_is_not_waited_for(scheduler: Any) -> None:
+    half = scheduler.connector._at_scheduler
+    half._min_tokens = 3 * PAGE
+    scheduler.add_request(request("one", 3 * PAGE - 1, 1, 60))
+    assert step(scheduler).kv_connector_metadata.saves
+    assert half._events._held == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -213,6 +214,11 @@ def test_what_vllm_does_not_tell_the_tier_is_told_by_settings(tmp_path: Path, mo
     plain = name()
     assert name(hf_overrides={"rope_parameters": {"rope_theta": 5.0}}) != plain
     assert name(hf_overrides={}) == plain
+    (tmp_path / "config.json").write_text('{"rope_theta": 5.0}')
+    others = {"quantization": "fp8"}, {"quantization_config": {"ignore": ["a"]}}, {"hf_config_path": str(tmp_path)}
+    assert len({plain, *(name(**each) for each in others)}) == 4
+    with pytest.raises(ConfigError, match="name a folder with a config.json"):
+        name(hf_config_path=str(tmp_path.parent))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert name() != plain
 
@@ -259,7 +265,8 @@ def offloading(model: Path, store: Path, tier: dict[str, Any], **settings: Any) 
     from keepwarm.integrations.vllm.offloading import KeepwarmOffloadingConnector
 
     named = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering", "store": str(store)}
-    made = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, **settings).create_engine_config()
+    loaded = {"dtype": "float32", "enforce_eager": True} | settings
+    made = EngineArgs(model=str(model), **loaded).create_engine_config()
     made.kv_transfer_config = KVTransferConfig(
         kv_connector="KeepwarmOffloadingConnector",
         kv_connector_module_path="keepwarm.integrations.vllm.offloading",
@@ -290,6 +297,13 @@ def test_the_tier_is_told_how_the_model_is_loaded(demo_folder: Path, long: Path,
     assert name(demo_folder, max_model_len=2048) == plain
     assert name(demo_folder, max_model_len=1024, hf_overrides=SCALED) != plain
     assert name(long, max_model_len=1024) != name(long, max_model_len=2048)
+    online = {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor_static"}}
+    ways: tuple[dict[str, Any], ...] = ({}, {"quantization": "fp8"}, {"quantization": "fp8_per_tensor"}, online)
+    (tmp_path / "other").mkdir()
+    told = json.loads((demo_folder / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(told))
+    ways += ({"hf_config_path": str(tmp_path / "other")},)
+    assert len({name(demo_folder, max_model_len=1024, dtype="bfloat16", **way) for way in ways}) == len(ways)
 
 
 def test_a_tier_that_is_told_otherwise_is_refused(demo_folder: Path, tmp_path: Path) -> None:

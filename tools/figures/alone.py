@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.figures.readme import conversation, first_tokens, restarted, tools_ratios, ttft_rounds
-from tools.figures.results import divided, elsewhere, long, ms, over, plain, ratio, records, sooner, summaries, table
+from tools.figures.results import divided, long, ms, over, plain, ratio, records, sooner, summaries, table
 
 
 def ttft() -> str:
@@ -61,7 +61,7 @@ def tools(name: str = "tools.jsonl") -> str:
         for e in (each["row"] for each in records(name) if "row" in each)
     ]
     head = ("tools", "tokens", "computed once in", "hit", "cold", "times sooner", "pays after requests")
-    return elsewhere(name) + table(head, rows)
+    return table(head, rows)
 
 
 def sessions() -> str:
@@ -74,14 +74,12 @@ def sessions() -> str:
         for e in records("sessions-cases.jsonl")
         if "case" in e
     ]
-    return elsewhere("sessions-cases.jsonl") + table(
-        ("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows
-    )
+    return table(("tokens of the second turn", "cold, ms", "warm, ms", "after a restart, ms", "equal bits"), rows)
 
 
 def turns() -> str:
     found = conversation()
-    return elsewhere("sessions-turns.jsonl") + (
+    return (
         f"In a conversation of {found['turns']} turns, {found['bit_identical_turns']} of {found['turns']} equal a run "
         "without the cache to the last bit, and each takes at least "
         f"{found['least_share_of_history_cached']:.0%} of its history from the cache."
@@ -139,7 +137,7 @@ def page() -> str:
         )
         for each in records("page.jsonl")
     ]
-    return elsewhere("page.jsonl") + table(("", "ms from the start of a visit"), rows)
+    return table(("", "ms from the start of a visit"), rows)
 
 
 def codecs() -> str:
@@ -154,9 +152,7 @@ def codecs() -> str:
                 f"{found['kl_mean']:.4f}",
                 f"{found['top1_same']:.1%}",
             ))
-    return elsewhere("codecs.jsonl") + table(
-        ("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows
-    )
+    return table(("model", "codec", "bytes, of bfloat16's", "perplexity", "KL, mean", "same first choice"), rows)
 
 
 def adapters() -> str:

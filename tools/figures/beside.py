@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.figures.readme import servers
-from tools.figures.results import divided, elsewhere, long, mb, ms, ratio, records, sooner, summaries, table
+from tools.figures.results import divided, long, mb, ms, ratio, records, sooner, summaries, table
 
 NAMES = {
     "keepwarm": "Keepwarm",
@@ -207,7 +207,7 @@ def gguf() -> str:
         for what in ("decode", "hit", "cold"):
             found = each[what]
             rows.append((file, what, ms(found["ours"]), ms(found["theirs"]), ratio(found)))
-    return elsewhere("gguf.jsonl") + table(("file", "", "Keepwarm, ms", "llama.cpp, ms", "times sooner"), rows)
+    return table(("file", "", "Keepwarm, ms", "llama.cpp, ms", "times sooner"), rows)
 
 
 def gguf_memory() -> str:

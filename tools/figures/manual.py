@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-from tools.figures.results import RESULTS, elsewhere, ms, ratio, records, table
+from tools.figures.results import RESULTS, ms, ratio, records, table
 
 MODELS = {"smollm2": "SmolLM2", "demo": "SmolLM2", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
 DEFAULT = "impact:0.13"
@@ -60,7 +60,7 @@ def chunks_quality() -> str:
         share = found[next(key for key in ((model, repair) for model in models) if key in found)]["repaired"]
         rows.append((f"`{repair}`", f"{share:.0%}", *cells))
     head = [part for model in models for part in (f"{model}: KL median", "90 %", "worst", "agreement", "same answer")]
-    return elsewhere("chunks.jsonl") + table(("repair", "recomputed", *head), rows)
+    return table(("repair", "recomputed", *head), rows)
 
 
 def _speeds() -> dict[tuple[str, str], dict[str, Any]]:
@@ -128,7 +128,7 @@ def chunks_speed() -> str:
         "carry over ms",
     )
     more = ("rows", "ordinary step of as many rows, ms", "recompute ÷ ordinary")
-    return elsewhere("chunks.jsonl") + "\n".join([f"A full prefill: {' '.join(full)}", "", table((*head, *more), rows)])
+    return "\n".join([f"A full prefill: {' '.join(full)}", "", table((*head, *more), rows)])
 
 
 def chunks_peers() -> str:

@@ -11,8 +11,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-USUAL = "avx512-bf16"  # the level of instructions that most files were made with, until one run has made them all
-EARLIER = Path(__file__).with_name("earlier.json")
 
 
 @cache
@@ -23,32 +21,13 @@ def _lines(name: str) -> tuple[dict[str, Any], ...]:
 
 def records(name: str) -> tuple[dict[str, Any], ...]:
     """The records of a file of results, without the line that tells its run."""
-    lines = _lines(name)
-    return lines[1:] if run_of(name) else lines
+    return _lines(name)[1:]
 
 
-def run_of(name: str) -> dict[str, Any] | None:
-    """What `make bench-all` wrote into the file's first line; None of an older file."""
-    first = _lines(name)[0].get("run")
-    return first if isinstance(first, dict) and "commit" in first else None
-
-
-def earlier(name: str) -> list[str]:
-    """Commit and day of a file without a line about its run, from git; and its machine, if that was another kind."""
-    found: dict[str, list[str]] = json.loads(EARLIER.read_text(encoding="utf-8"))
-    return found[name]
-
-
-def elsewhere(name: str) -> str:
-    """A line about a file of another machine than most files are of (sources.machine); nothing about any other one."""
-    if run := run_of(name):
-        level = run["machine"]["level"]
-        return (
-            ""
-            if level == USUAL
-            else f"On {run['machine']['cores']} cores of an {run['machine']['processor']}, `{level}`.\n\n"
-        )
-    return f"By an earlier version, on {earlier(name)[2]}.\n\n" if len(earlier(name)) > 2 else ""
+def run_of(name: str) -> dict[str, Any]:
+    """What `make bench-all` wrote into the file's first line. Raises KeyError of a file that it did not make."""
+    run: dict[str, Any] = _lines(name)[0]["run"]
+    return run
 
 
 def summaries(name: str) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.plan import STEPS
 
-from tools.figures.results import earlier, records, run_of, table
+from tools.figures.results import records, run_of, table
 
 
 def sources() -> str:
@@ -22,12 +22,10 @@ def sources() -> str:
 
 def told(name: str) -> tuple[str, str, str]:
     """A file's commit, day and machine."""
-    if run := run_of(name):
-        machine = run["machine"]
-        shown = f"{machine['processor']}, {machine['cores']} cores, `{machine['level']}`, {machine['memory_gib']} GiB"
-        return f"`{run['commit'][:10]}`" + (" and more" if run["dirty"] else ""), run["when"], shown
-    commit, day, *machine = earlier(name)
-    return f"`{commit}` or before", day, machine[0] if machine else "not told"
+    run = run_of(name)
+    machine = run["machine"]
+    shown = f"{machine['processor']}, {machine['cores']} cores, `{machine['level']}`, {machine['memory_gib']} GiB"
+    return f"`{run.get('ran', run['commit'])[:10]}`" + (" and more" if run["dirty"] else ""), run["when"], shown
 
 
 def kernels(name: str) -> str:
@@ -42,9 +40,11 @@ def note() -> str:
     """Whether all files are of one commit and one machine."""
     commit, machine = shared("commit"), shared("machine")
     if commit and machine:
+        ran = any(run_of(name).get("ran", commit) != commit for step in STEPS for name in step.files)
         return (
-            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. Reports that "
-            "take hours (on tools without positions, and on repairing chunks) are of earlier commits."
+            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. "
+            + ("Some were made a commit earlier, which differs in nothing that they depend on. " if ran else "")
+            + "Reports that take hours (on tools without positions, and on repairing chunks) are of earlier commits."
         )
     return (
         "The files were not all made from one commit on one machine: [Sources](#sources) says of each from which one. "
@@ -53,17 +53,17 @@ def note() -> str:
 
 
 def shared(what: str) -> Any:
-    """What all files of results tell alike of their run; None if they differ, or if a file tells nothing."""
-    told = [(run_of(name) or {}).get(what) for step in STEPS for name in step.files]
+    """What all files of results tell alike of their run; None if they differ."""
+    told = [run_of(name)[what] for step in STEPS for name in step.files]
     return told[0] if all(each == told[0] for each in told) else None
 
 
 def machine() -> str:
-    """The machine of all files; of those that are older than `make bench-all`, what most of them were made on."""
+    """The machine of all files."""
     if found := shared("machine"):
         level = LEVELS.get(found["level"], f"the level `{found['level']}`")
         return f"{WORDS.get(found['cores'], found['cores'])} cores of an {found['processor']} with {level}"
-    return "two cores of an AMD EPYC with AVX512_BF16, unless a table says otherwise"
+    return "several machines: [Sources](#sources) has each file's"
 
 
 def benchmarks_machine() -> str:

@@ -1,4 +1,6 @@
-"""Models dispatched by accelerate: layers on several devices, or tensors that stay in the host's memory or in files
+"""Where and how torch computes a model.
+
+accelerate may have dispatched it: layers on several devices, or tensors that stay in the host's memory or in files
 until their module runs. Until then these tensors are on the device "meta"."""
 
 from __future__ import annotations
@@ -32,6 +34,14 @@ def devices(model: torch.nn.Module) -> dict[str, torch.device]:
         for prefix, module in model.named_modules()
         for name, tensor in _own(module, persistent=False)
     }
+
+
+def rounds_float32(device: torch.device) -> bool:
+    """Whether torch rounds float32 to fewer bits before it multiplies. Processes may ask for that, and CUDA's devices
+    and processors with matrix units then do it (`torch.set_float32_matmul_precision`)."""
+    matmul = getattr(torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn, "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None)  # torch before 2.9 has the one setting alone
+    return torch.get_float32_matmul_precision() != "highest" if precision is None else precision not in ("none", "ieee")
 
 
 def is_brought(module: torch.nn.Module) -> bool:

@@ -99,4 +99,6 @@ def read_config(reader: Reader) -> PreTrainedConfig:
 def read_tokenizer(path: Path, config: PreTrainedConfig) -> Any:
     """The file's own tokenizer, of the class that transformers has for the configuration."""
     kind: Any = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    if kind.__name__ == "MistralCommonBackend":  # where mistral_common is installed; it reads no GGUF file
+        kind = PreTrainedTokenizerFast
     return kind.from_pretrained(path.parent, gguf_file=path.name)

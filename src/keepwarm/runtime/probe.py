@@ -36,7 +36,7 @@ from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, outline, st
 from keepwarm.runtime.arena.states import Snapshot, States
 from keepwarm.runtime.arithmetic import KERNELS, installed
 from keepwarm.runtime.device import port_to
-from keepwarm.runtime.dispatch import devices
+from keepwarm.runtime.dispatch import devices, rounds_float32
 from keepwarm.runtime.identity import config_digest, quantization_of
 from keepwarm.runtime.runner import Runner
 
@@ -274,7 +274,7 @@ def _amiss(runner: Runner, kept: Kept) -> str:
         for split in (first, *others):
             parts = _logits(runner, kept, tokens, split)
             apart = (parts - whole).abs().max().item()
-            if not apart <= _ROUNDING.get(runner.model.dtype, 0.05) * scale:
+            if not apart <= _rounding(runner) * scale:
                 return f"logits of a prompt in parts differ by {apart:.3g} at a scale of {scale:.3g}"
             if split is not first:
                 continue
@@ -285,6 +285,12 @@ def _amiss(runner: Runner, kept: Kept) -> str:
     except _FAILURES as error:
         return first_line(error)
     return ""
+
+
+def _rounding(runner: Runner) -> float:
+    dtype = runner.model.dtype
+    is_rounded = dtype is torch.float32 and rounds_float32(runner.device)
+    return _ROUNDING.get(torch.bfloat16 if is_rounded else dtype, 0.05)
 
 
 def _splits(size: int, windows: Sequence[int], *, thorough: bool) -> Iterator[list[int]]:

@@ -42,7 +42,8 @@ _KEEP = "public, max-age=31536000, immutable"
 @cache
 def _assets() -> dict[str, tuple[bytes, str, str]]:
     """Content, media type and entity tag of every file of the page."""
-    read = {file.name: file.read_bytes() for file in files("keepwarm.serving").joinpath("web").iterdir()}
+    found = sorted(files("keepwarm.serving").joinpath("web").iterdir(), key=lambda file: file.name)
+    read = {file.name: file.read_bytes() for file in found if file.name.rpartition(".")[2] in _TYPES}
     read["index.html"] = read["index.html"].replace(b'="/web/', f'="/web/{_digest(*read.values())}/'.encode())
     types = {name: _TYPES[name.rpartition(".")[2]] for name in read}
     return {name: (content, types[name], f'"{_digest(content)}"') for name, content in read.items()}

@@ -172,10 +172,11 @@ class Later(MemoryKV):
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[tuple[Archive, MemoryKV, Any]]:
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Archive, MemoryKV, Any]]:
+    """A stored prompt. The parameter is how many seconds the folder may take to answer."""
     geometry, tokens = KVGeometry.uniform(LAYERS, 3, 32, "float32"), prompt(700)
     source = MemoryKV.random(geometry, 700)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, timeout=1.0) as archive:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, timeout=getattr(request, "param", 20.0)) as archive:
         blocks = blocks_of(tokens, 96)
         archive.put(source, blocks, namespace())
         archive.flush()
@@ -227,6 +228,7 @@ def test_every_flipped_bit_is_found_by_the_compiled_reader(stored: Any, tmp_path
         path.write_bytes(content)
 
 
+@pytest.mark.parametrize("stored", [3.0], indirect=True)
 def test_a_read_that_hangs_is_waited_for_in_bounded_time(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, source, blocks = stored
     released = threading.Event()
@@ -241,7 +243,7 @@ def test_a_read_that_hangs_is_waited_for_in_bounded_time(stored: Any, monkeypatc
     monkeypatch.setattr(sink.arriving._reader, "load_layer", hanging)  # type: ignore[attr-defined]
     sink.arriving.ready(0, None)
     sink.arriving.ready(1, None)
-    with pytest.raises(StoreStalled, match="did not answer within 1 s"):
+    with pytest.raises(StoreStalled, match="did not answer within 3 s"):
         sink.arriving.ready(2, None)
     assert archive.lookup([block.exact for block in blocks]) == ()  # nobody else waits in vain
     assert archive.stats()["corrupt"] == 0
@@ -293,7 +295,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
         assert server.stdout is not None
         if not server.stdout.readline():
             pytest.skip("this system lets nobody mount")
-        with open_engine(tokenizer, store, store_timeout=1.0) as engine:
+        with open_engine(tokenizer, store, store_timeout=5.0) as engine:
             hit = engine.generate(PROMPT, max_new_tokens=4, trace=True)
             assert hit.cached_by_tier == {"disk": 299 if engine.pipeline.grid.inside else 256}
             assert hit.logits_digest == cold.logits_digest

@@ -66,7 +66,8 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         self._groups = groups_of(kv_cache_config, vllm_config)
-        self._is_replicated = is_replicated(kv_cache_config, vllm_config.parallel_config)
+        shares = bool(settings.remote)
+        self._is_replicated = is_replicated(kv_cache_config, vllm_config.parallel_config, shares=shares)
         self._page_size = vllm_config.cache_config.block_size
         self._settings = settings
         self._names: tuple[bytes, ...] = ()
@@ -88,7 +89,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def _make_worker(self, settings: ConnectorSettings, namespaces: list[Namespace]) -> WorkerHalf | PartsWorker:
         rank = self._worker_rank()
-        label = label_of(self._vllm_config, batch_invariant=self._facts.batch_invariant)
+        label = label_of(self._vllm_config, self._facts)
         log.info("KV from the store is labelled %s", label.label)
         timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
         if is_plain(self._groups):
@@ -123,6 +124,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
                 save_generated=answers,
                 on_device=on_device,
                 publishes=events is not None and bool(events.enable_kv_cache_events),
+                min_tokens=settings.min_store_tokens,
             )
         least = settings.min_store_tokens
         return PartsScheduler(self._archive, namespaces, self._groups, save_generated=answers, min_tokens=least)

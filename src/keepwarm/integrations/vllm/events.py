@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
@@ -16,33 +16,60 @@ from keepwarm.integrations.vllm.messages import Prefix
 
 log = logging.getLogger(__name__)
 
-PAUSE = 0.05  # seconds between two looks into the store
+PAUSE = 0.05  # seconds before the first look into the store; each one after it waits twice as long
+LONGEST_PAUSE = 2.0
 PATIENCE = 60.0  # seconds after which what is not stored counts as dropped
+ATTEMPTS = 30  # looks in a row that may fail before an event is given up
 
-Count = Callable[[Prefix], int]
+Ids = tuple[tuple[bytes, ...], ...]  # names of a prefix's pages, by rank
+Name = Callable[[Prefix], Ids]
+Count = Callable[[Ids], int]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Held:
     """Pages that were handed to the store, and the event that says so: `first` pages of the prefix are not in it."""
 
     prefix: Prefix
     first: int
     event: dict[str, Any]  # the fields of vLLM's `BlockStored`
-    until: float
+    until: float  # what a look that begins from then on does not find is not waited for
+    due: float  # time of the next look
+    pause: float
+    ids: Ids | None = None  # made by the first look
+    failed: int = 0  # looks in a row that failed
+
+    def postpone(self, begun: float) -> None:
+        self.due = begun + self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One look into the store: how many pages of each can be found, None where it failed."""
+
+    begun: float
+    held: tuple[_Held, ...]
+    counts: Future[list[int | None]]
 
 
 class StoredEvents:
     """The events of one engine. Used by the scheduler's thread, which never waits for the store."""
 
-    def __init__(self, count: Count, threads: Executor, page_size: int) -> None:
-        """`count` returns how many leading pages of a prefix can be found. It is called in `threads`."""
+    def __init__(self, name: Name, count: Count, threads: Executor, page_size: int) -> None:
+        """`name` returns the names of a prefix's pages, and `count` how many leading ones can be found. Both are called
+        in `threads`."""
+        self._name = name
         self._count = count
         self._threads = threads
         self._page_size = page_size
         self._held: list[_Held] = []
-        self._looking: Future[list[int]] | None = None  # counts of the first ones that are held
-        self._next = 0.0
+        self._look: _Look | None = None
+
+    def rename(self) -> None:
+        """Name pages anew, as other names are looked up from now on."""
+        self._held = [replace(held, ids=None) for held in self._held]
+        self._look = None
 
     def handed_over(self, request: Any, prefix: Prefix, first: int) -> None:
         """Note that a prefix is being stored from its page `first` on. The request's KV must be named by vLLM, too."""
@@ -61,36 +88,53 @@ class StoredEvents:
             "extra_keys": self._extra_keys(request, first, last),
             "group_idx": 0,
         }
-        self._held.append(_Held(prefix, first, event, time.monotonic() + PATIENCE))
+        now = time.monotonic()
+        self._held.append(_Held(prefix, first, event, now + PATIENCE, now + PAUSE, 2 * PAUSE))
 
     def take(self) -> list[BlockStored]:
-        """Return, once, the events of what can be found by now. Begin to look for the others."""
+        """Return, once, the events of what can be found by now. Begin to look for others, of which it is time."""
         ready: list[BlockStored] = []
-        if self._looking is not None and self._looking.done():
-            ready, self._looking = self._sorted(self._looking.result()), None
-        if self._looking is None and self._held and time.monotonic() >= self._next:
-            self._next = time.monotonic() + PAUSE
-            self._looking = self._threads.submit(self._look, tuple(self._held))
+        if self._look is not None and self._look.counts.done():
+            ready, self._look = self._sorted(self._look), None
+        if self._look is None:
+            now = time.monotonic()
+            if due := tuple(held for held in self._held if held.due <= now):
+                self._look = _Look(now, due, self._threads.submit(self._count_each, due))
         return ready
 
-    def _look(self, held: Sequence[_Held]) -> list[int]:
+    def _count_each(self, held: Sequence[_Held]) -> list[int | None]:
         """Return how many pages of each can be found. Runs in another thread."""
+        return [self._counted(each) for each in held]
+
+    def _counted(self, held: _Held) -> int | None:
         try:
-            return [self._count(each.prefix) for each in held]
+            if held.ids is None:
+                held.ids = self._name(held.prefix)
+            return self._count(held.ids)
         except Exception as error:  # the next look may succeed
             log.warning("looking up what is stored, to publish it, failed: %s", error)
-            return [0] * len(held)
+            return None
 
-    def _sorted(self, counts: Sequence[int]) -> list[BlockStored]:
+    def _sorted(self, look: _Look) -> list[BlockStored]:
         """Return the events of what was found whole, or is not waited for any longer, and keep the others."""
-        ready, kept, now = [], [], time.monotonic()
-        for held, count in zip(self._held, counts, strict=False):  # those that came since are not counted yet
-            if count - held.first < len(held.event["block_hashes"]) and now < held.until:
-                kept.append(held)
-            elif count > held.first:
-                ready.append(self._leading(held.event, count - held.first))
-        self._held = kept + self._held[len(counts) :]
+        ready, over = [], set()
+        for held, count in zip(look.held, look.counts.result(), strict=True):
+            held.failed = held.failed + 1 if count is None else 0
+            if self._is_over(held, count, look.begun):
+                over.add(held)
+                if count is not None and count > held.first:
+                    ready.append(self._leading(held.event, count - held.first))
+            else:
+                held.postpone(look.begun)
+        self._held = [held for held in self._held if held not in over]
         return ready
+
+    def _is_over(self, held: _Held, count: int | None, begun: float) -> bool:
+        """Whether all is known of these pages. `begun`: on an idle replica a look may be older than the step that sees
+        it, and says nothing of the time between."""
+        if count is None:
+            return held.failed >= ATTEMPTS
+        return count - held.first >= len(held.event["block_hashes"]) or begun >= held.until
 
     def _leading(self, event: dict[str, Any], count: int) -> BlockStored:
         """Return the event of its first `count` pages."""

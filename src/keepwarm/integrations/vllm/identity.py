@@ -10,11 +10,14 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 from vllm import envs
+from vllm.config.quantization import resolve_quantization_config
+from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from keepwarm.config import cache_dir
@@ -30,6 +33,7 @@ from keepwarm.core.identity import (
 )
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.vllm import device_pages
+from keepwarm.integrations.vllm.compilation import compilation_digest
 from keepwarm.integrations.vllm.page_copies import FORM
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.models.weight_files import folder_digest
@@ -51,6 +55,8 @@ class Facts:
     layout: str  # the order of the bytes in vLLM's pages
     batch_invariant: bool
     form: int  # of a page's bytes in the store
+    compiled: str = ""  # digest of how kernels are chosen and compiled; in the batch-invariant mode alone
+    drafter: str = ""  # what speculative decoding adds to pages, and in the batch-invariant mode that it is on
 
     @classmethod
     def of_worker(cls, config: Any) -> Facts:
@@ -58,18 +64,22 @@ class Facts:
         kind = str(config.device_config.device_type)
         layers = config.compilation_config.static_forward_context.values()
         backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+        is_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         name, capability = _device(kind)
         return cls(
             attention=" ".join(sorted(backends)),
             device=name,
             capability=capability,
             layout=str(config.cache_config.kv_cache_layout or ""),
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            batch_invariant=is_invariant,
             form=FORM if is_host(kind) else device_pages.FORM,
+            compiled=compilation_digest(config) if is_invariant and backends else "",
+            drafter=_drafter(config, batch_invariant=is_invariant),
         )
 
     def described(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the facts that count in names. What is absent is not in them, so that older names stay."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("compiled", "drafter")}
 
 
 def _device(kind: str) -> tuple[str, str]:
@@ -80,6 +90,29 @@ def _device(kind: str) -> tuple[str, str]:
     number = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_initialized() else 0
     capability = current_platform.get_device_capability(number)
     return str(current_platform.get_device_name(number)), capability.as_version_str() if capability else ""
+
+
+def _drafter(config: Any, *, batch_invariant: bool) -> str:
+    """Return what speculative decoding brings into pages: a drafter's layers join those of the model and hold KV of its
+    own weights. Without such layers KV is the model's own up to rounding, which counts where bits do."""
+    told = config.speculative_config
+    if told is None:
+        return ""
+    if not told.uses_draft_kv_cache():
+        return canonical_json([told.method]) if batch_invariant else ""
+    layers = config.compilation_config.static_forward_context.items()
+    names = sorted(name for name, layer in layers if hasattr(layer, "get_attn_backend"))
+    return json_digest("keepwarm vllm drafter 1", [told.method, names, *_draft_model(told)])
+
+
+def _draft_model(told: Any) -> list[Any]:
+    """Return what bears on the KV of a drafter's layers. `told` is vLLM's `SpeculativeConfig`."""
+    model, parallel = told.draft_model_config, told.draft_parallel_config
+    if model is None:
+        return []
+    weights = folder_digest(weights_folder(str(model.model), model.revision), cache_dir() / "identity.json")
+    ranks = None if parallel is None else parallel.tensor_parallel_size
+    return [weights, str(model.dtype), str(model.quantization), ranks]
 
 
 def shard_namespaces(
@@ -96,6 +129,8 @@ def shard_namespaces(
     described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
     if model.hf_overrides:
         described["overrides"] = model.hf_overrides
+    if (asked := asked_quantization(model)) is not None:
+        described["asked_quantization"] = asked
     identity = ModelIdentity(
         weights=folder_digest(weights_folder(str(model.model), model.revision), cache_dir() / "identity.json"),
         config=json_digest("keepwarm vllm config 1", as_json(described)),
@@ -127,6 +162,15 @@ def shard_namespaces(
         return Namespace(kept, replace(arithmetic, attention=of.attention))
 
     return [shard(rank, of) for rank, of in enumerate(facts)]
+
+
+def asked_quantization(model: Any) -> Any:
+    """Return the user's own configuration of how weights are quantized while they are loaded; None where the method's
+    name says all. `model` is vLLM's `ModelConfig`."""
+    told = model.quantization_config
+    if told is None or told == resolve_quantization_config(model.quantization, None):
+        return None
+    return as_json(normalize_value(told))
 
 
 def _rope(loaded: Any, model: Any) -> Any:
@@ -161,16 +205,17 @@ def as_loaded(model: Any) -> Any:
     overrides that are code, as no name covers what they do."""
     if callable(model.hf_overrides):
         raise ConfigError("hf_overrides is a function, which cannot be part of KV's names: give the fields in a dict")
-    folder = weights_folder(str(model.hf_config_path or model.model), _config_revision(model))
+    folder = config_folder(model)
     if not (folder / "config.json").exists():
         return model.hf_config
     return type(model.hf_config).from_pretrained(folder)
 
 
-def _config_revision(model: Any) -> str | None:
-    """Return the revision of the configuration, which may be in another repository than the weights."""
+def config_folder(model: Any) -> Path:
+    """Return the folder of a model's configuration, which may be in another repository than the weights, at a revision
+    of its own."""
     found = getattr(model, "_hf_config_revision", None) if model.hf_config_path else model.revision
-    return None if found is None else str(found)
+    return weights_folder(str(model.hf_config_path or model.model), None if found is None else str(found))
 
 
 def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:

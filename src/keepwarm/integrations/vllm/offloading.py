@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from keepwarm.core.identity import as_json
 from keepwarm.errors import ConfigError
-from keepwarm.integrations.vllm.identity import as_loaded, has_long_rope
+from keepwarm.integrations.vllm.identity import as_loaded, asked_quantization, config_folder, has_long_rope
 
 _TIER = "KeepwarmTier"
 
@@ -48,6 +48,9 @@ def _facts(model: Any) -> dict[str, Any]:
         "revision": model.revision,
         "hf_overrides": as_json(model.hf_overrides) if model.hf_overrides else None,
         "max_model_len": None,
+        "hf_config_path": str(config_folder(model)) if model.hf_config_path not in (None, model.model) else None,
+        "quantization": model.quantization,
+        "quantization_config": asked_quantization(model),
     }
     if has_long_rope(loaded, model):  # at -1 layers were built for the model's own length, whatever fits into memory
         facts["max_model_len"] = -1 if model.original_max_model_len == -1 else model.max_model_len

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from keepwarm.core.blocks import TokenIds, chain, token_ids
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef
-from keepwarm.integrations.vllm.events import StoredEvents
+from keepwarm.integrations.vllm.events import Ids, StoredEvents
 from keepwarm.integrations.vllm.identity import request_keys
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.variants import variant_of
@@ -66,9 +66,10 @@ class SchedulerHalf:
         save_generated: bool,
         on_device: bool = False,
         publishes: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part. With
-        `publishes` there are events of what was stored.
+        `publishes` there are events of what was stored; the store does not take what ends before `min_tokens`.
 
         With `on_device` no step waits for a load, prompts are saved while they are computed, and pages of requests that
         ended are held until workers have copied them.
@@ -83,7 +84,8 @@ class SchedulerHalf:
         self._last_saves: list[Save] = []
         self._apart: list[Load] = []
         self._asking = ThreadPoolExecutor(4, thread_name_prefix="keepwarm-vllm-lookup")
-        self._events = StoredEvents(self._stored_pages, self._asking, page_size) if publishes else None
+        self._min_tokens = min_tokens
+        self._events = StoredEvents(self._ids, self._stored_pages, self._asking, page_size) if publishes else None
 
     def close(self) -> None:
         self._asking.shutdown(wait=False, cancel_futures=True)
@@ -91,6 +93,8 @@ class SchedulerHalf:
     def rename(self, namespaces: Sequence[Namespace]) -> None:
         """Look up in these namespaces from now on."""
         self._namespaces = namespaces
+        if self._events is not None:
+            self._events.rename()
 
     # ---- what vLLM asks ----
 
@@ -267,9 +271,19 @@ class SchedulerHalf:
             count = len(refs)
         return tuple(found[namespace.exact_root][:count] for namespace in self._namespaces)
 
-    def _stored_pages(self, prefix: Prefix) -> int:
-        """Return how many leading pages of a prefix every rank has. Called from several threads."""
-        return len(self._look_up(prefix.tokens, dict(prefix.extra_keys), prefix.variant)[0])
+    def _ids(self, prefix: Prefix) -> Ids:
+        """Return the names of a prefix's pages at every rank. Called from several threads."""
+        cuts = range(self._page_size, len(prefix.tokens) + 1, self._page_size)
+        spaces = {each.exact_root: each for each in self._namespaces}.values()
+        chains = (chain(prefix.tokens, cuts, variant_of(space, prefix.variant), prefix.extra_keys) for space in spaces)
+        return tuple(tuple(blocks.exact) for blocks in chains)
+
+    def _stored_pages(self, ids: Ids) -> int:
+        """Return how many leading pages every rank has. Called from several threads."""
+        count = len(ids[0])
+        for names in ids:
+            count = len(self._archive.lookup(names[:count]))
+        return count
 
     def _load(self, tracked: _Tracked) -> Load:
         assert tracked.load is not None
@@ -316,6 +330,6 @@ class SchedulerHalf:
 
     def _note(self, tracked: _Tracked, end: int) -> None:
         """Note that the pages up to `end` are handed to the store."""
-        if self._events is not None:
+        if self._events is not None and end >= self._min_tokens:
             self._events.handed_over(tracked.request, self._prefix(tracked, end), tracked.stored // self._page_size)
         tracked.stored = end

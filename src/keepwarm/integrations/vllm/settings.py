@@ -22,6 +22,13 @@ class TierSettings(StoreSettings):
     max_model_len: int | None = Field(
         None, description="vLLM's --max-model-len, by which LongRoPE is chosen: part of the names of KV"
     )
+    hf_config_path: str | None = Field(
+        None, description="vLLM's --hf-config-path, a folder whose config.json is part of the names of KV"
+    )
+    quantization: str | None = Field(
+        None, description="vLLM's --quantization, by which weights are quantized on loading: part of the names of KV"
+    )
+    quantization_config: Any = Field(None, description="vLLM's --quantization-config: part of the names of KV")
 
 
 class ConnectorSettings(StoreSettings):

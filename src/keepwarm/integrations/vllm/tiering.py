@@ -11,6 +11,7 @@ from the model's weights, the layout and that hash, and is verified like any oth
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import time
@@ -26,8 +27,9 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from keepwarm.config import cache_dir
-from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, json_digest
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, as_json, canonical_json, json_digest
 from keepwarm.core.ports import Bytes
+from keepwarm.errors import ConfigError
 from keepwarm.integrations.hashed_pages import HashedPages
 from keepwarm.integrations.vllm.settings import TierSettings
 from keepwarm.integrations.weights import weights_folder
@@ -164,12 +166,33 @@ def _namespace(config: Any, chunk_bytes: int, told: TierSettings) -> Namespace:
     }
     model = ModelIdentity(
         weights=folder_digest(weights_folder(config.model.name, told.revision), cache_dir() / "identity.json"),
-        config=json_digest("keepwarm vllm overrides 1", told.hf_overrides) if told.hf_overrides else "with the weights",
+        config=_config_name(told),
         dtype=str(config.model.dtype),
-        quantization="with the weights",
+        quantization=_quantization_name(told),
         rope="with the weights" if told.max_model_len is None else f"with the weights, for {told.max_model_len} tokens",
         tokenizer="ids",
         kv_layout=canonical_json(layout),
     )
     producer = f"vllm {vllm.__version__} tiering"
     return Namespace(model, ArithmeticIdentity("", "", "", 0, "", producer=producer))
+
+
+def _config_name(told: TierSettings) -> str:
+    """Return what names the configuration where it is not the one of the weights' folder. Raises ConfigError."""
+    if told.hf_config_path is not None:
+        path = weights_folder(told.hf_config_path) / "config.json"
+        try:
+            file = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"hf_config_path: {path} cannot be read ({error}): name a folder with a config.json"
+            ) from None
+        return json_digest("keepwarm vllm config file 1", [as_json(file), told.hf_overrides])
+    return json_digest("keepwarm vllm overrides 1", told.hf_overrides) if told.hf_overrides else "with the weights"
+
+
+def _quantization_name(told: TierSettings) -> str:
+    """Return how weights are quantized while they are loaded, which their files do not say."""
+    if told.quantization_config is not None:
+        return canonical_json([told.quantization, told.quantization_config])
+    return told.quantization or "with the weights"

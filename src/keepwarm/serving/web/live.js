@@ -15,12 +15,13 @@ let series = null; // another one after a restart and after a purge
 export async function pollLive(visible) {
   let told = await get("/v1/cache/recent", {after: last});
   const forgotten = series !== null && told.series !== series;
+  series = told.series;
   if (forgotten) {
     answers = [];
-    if (last) told = await get("/v1/cache/recent", {after: 0});
-    last = 0;
+    const again = last > 0;
+    last = 0; // before anything is awaited: another call may be under way
+    if (again) told = await get("/v1/cache/recent", {after: 0});
   }
-  series = told.series;
   const found = told.answers.filter((one) => one.number > last); // another call may have asked at the same time
   if (found.length) {
     last = found.at(-1).number;

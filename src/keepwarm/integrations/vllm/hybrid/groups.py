@@ -75,12 +75,18 @@ def is_plain(groups: Sequence[Group]) -> bool:
     return len(groups) == 1 and groups[0].kind == "full"
 
 
-def is_replicated(kv_cache_config: Any, parallel: Any) -> bool:
-    """Whether all tensor parallel ranks hold the same KV: MLA's belongs to no head. With several groups of pages each
-    rank counts as one of its own."""
+def is_replicated(kv_cache_config: Any, parallel: Any, *, shares: bool) -> bool:
+    """Whether one tensor parallel rank stores for all: each holds the same KV, as MLA's belongs to no head, and finds
+    what another one stored. `shares`: there is a remote tier, which ranks on other nodes reach as well. With several
+    groups of pages each rank counts as one of its own."""
     groups = kv_cache_config.kv_cache_groups
     is_latent = len(groups) == 1 and all(type(spec) is MLAAttentionSpec for spec in _specs(groups[0]))
-    return is_latent and int(parallel.tensor_parallel_size) > 1
+    return is_latent and int(parallel.tensor_parallel_size) > 1 and (shares or _is_on_one_node(parallel))
+
+
+def _is_on_one_node(parallel: Any) -> bool:
+    """Whether all ranks are surely on one machine. Ray and external launchers place them anywhere."""
+    return parallel.nnodes_within_dp == 1 and parallel.distributed_executor_backend in (None, "mp", "uni")
 
 
 def unit_of(groups: Iterable[Group]) -> int:

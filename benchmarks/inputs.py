@@ -1,0 +1,40 @@
+"""What a step's figures depend on. To a step, two commits that differ in nothing of it are the same code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.plan import Step
+
+NOT_CODE = ("benchmarks/results", "docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github")
+RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
+TESTS = "tests/*/test_*.py"  # some programs use tests/helpers
+FOLDERS = ("benchmarks", "benchmarks/peers")  # where programs lie, and what they import
+PACKAGES = {"vllm"}  # who imports this name means the package, and not the program beside it
+_NAMED = re.compile(r"(?:^|[/\s\"\'])(\w+)\.py\b")  # programs run others by their files' names
+_IMPORTED = re.compile(r"^\s*(?:from|import) (?:benchmarks\.)?(?:peers\.)?(\w+)", re.MULTILINE)
+
+
+def not_read_by(step: Step, root: Path) -> tuple[str, ...]:
+    """What may differ between two commits that are the same code to a step, as paths that git excludes: documents,
+    results, what runs the steps, tests unless the step runs them, and programs that none of its own uses."""
+    tests = () if any("make test" in command for command in step.commands) else (TESTS,)
+    programs = {file.relative_to(root).as_posix() for each in FOLDERS for file in (root / each).glob("*.py")}
+    others = programs - _used(step, root) | RUNNER
+    return tuple(f":(exclude){path}" for path in (*NOT_CODE, *tests, "tests/test_*.py", *sorted(others)))
+
+
+def _used(step: Step, root: Path) -> set[str]:
+    """The files of a step's programs, and of all that they import or name, one through another. A name that two folders
+    have stands for both files."""
+    found: set[str] = set()
+    left = [module for command in step.commands for module in _NAMED.findall(command)]
+    while left:
+        module = left.pop()
+        for name in (f"{folder}/{module}.py" for folder in FOLDERS):
+            if name not in found and (root / name).is_file():
+                found.add(name)
+                text = (root / name).read_text(encoding="utf-8")
+                left += [*(set(_IMPORTED.findall(text)) - PACKAGES), *_NAMED.findall(text)]
+    return found
