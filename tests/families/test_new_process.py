@@ -10,26 +10,30 @@ from pathlib import Path
 
 import pytest
 
-_TYPES = [
-    *("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "gemma4_text", "qwen3_next", "kimi_linear"),
-    *("granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "jamba", "minimax", "xlstm"),
+Found = dict[str, tuple[str, int, dict[str, int]]]
+
+_TYPES = [  # of each line in one process
+    ["llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "gemma4_text", "qwen3_next", "kimi_linear"],
+    ["granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "jamba", "minimax", "xlstm"],
 ]
 
 
-def answers(model_type: str, store: Path) -> dict[str, tuple[str, int, dict[str, int]]]:
+def answers(model_types: list[str], folder: Path) -> dict[str, Found]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.families.again", model_type, str(store)]
+    command = [sys.executable, "-m", "tests.families.again", str(folder), *model_types]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {name: tuple(found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    every = json.loads(done.stdout.splitlines()[-1])
+    return {each: {name: tuple(found) for name, found in every[each].items()} for each in model_types}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", _TYPES)
-def test_a_new_process_answers_alike_from_disk(model_type: str, tmp_path: Path) -> None:
-    cold, warm = answers(model_type, tmp_path), answers(model_type, tmp_path)
-    for name, (digest, reused, tiers) in warm.items():
-        assert digest == cold[name][0]
-        assert reused > 0
-        assert tiers.get("disk") or tiers.get("device"), "an earlier prompt may have left it on the device"
-    assert warm["first"][2] == {"disk": warm["first"][1]}
+@pytest.mark.parametrize("model_types", _TYPES)
+def test_a_new_process_answers_alike_from_disk(model_types: list[str], tmp_path: Path) -> None:
+    cold, warm = answers(model_types, tmp_path), answers(model_types, tmp_path)
+    for each in model_types:
+        for name, (digest, reused, tiers) in warm[each].items():
+            assert digest == cold[each][name][0], each
+            assert reused > 0, each
+            assert tiers.get("disk") or tiers.get("device"), f"{each}: an earlier prompt may have left it on the device"
+        assert warm[each]["first"][2] == {"disk": warm[each]["first"][1]}, each

@@ -22,6 +22,8 @@ from keepwarm.core.levels import LEVELS, NATIVE, VARIABLE, Level, OpenMP, comman
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.native import build
 
+pytestmark = pytest.mark.host_memory("instructions are those of the processor")
+
 SOURCES = Path(build.__file__).parent
 HERE = build.levels_here()
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

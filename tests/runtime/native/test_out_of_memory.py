@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.host_memory("the compiled kernels run in host memory")
+
 LIMITED = """
 import ctypes, resource
 import numpy as np

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from tests.helpers.inside import serving, status
 from tests.helpers.processes import DEADLINE, ServerProcess
 from tests.helpers.services import Keyed
 
@@ -37,6 +39,17 @@ class Sky(BaseModel):
 def client(server: ServerProcess) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=DEADLINE, max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def small(saved: Callable[..., Path], tmp_path: Path) -> Iterator[tuple[Any, int]]:
+    """A client of a server whose model has a short window, and the window."""
+    models = {"demo": str(saved("llama", max_position_embeddings=1024))}
+    with (
+        serving(tmp_path / "store", models=models) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=DEADLINE, max_retries=0) as client,
+    ):
+        yield client, status(url)["context_window"]
 
 
 def as_typed(event: Any) -> Any:
@@ -172,8 +185,8 @@ def test_what_codex_always_sends_is_taken(client: Any, server: ServerProcess) ->
 
 
 @pytest.mark.slow
-def test_an_answer_ends_where_it_is_cut_to_the_window(client: Any, server: ServerProcess) -> None:
-    window = httpx.get(f"{server.url}/status", timeout=DEADLINE).json()["context_window"]
+def test_an_answer_ends_where_it_is_cut_to_the_window(small: tuple[Any, int]) -> None:
+    client, window = small
     prompt = "word " * (window - 80)  # nearly all of the window
     asked = ASKED | {"max_output_tokens": 10**9, "input": prompt, "extra_body": {"ignore_eos": True}}
     whole = as_typed(client.responses.create(**asked))
@@ -188,9 +201,9 @@ def test_an_answer_ends_where_it_is_cut_to_the_window(client: Any, server: Serve
 
 
 @pytest.mark.slow
-def test_an_answer_of_no_stated_length_is_a_long_one(client: Any, server: ServerProcess) -> None:
+def test_an_answer_of_no_stated_length_is_a_long_one(small: tuple[Any, int]) -> None:
     """Codex states none, and takes an answer that is cut for an error."""
-    window = httpx.get(f"{server.url}/status", timeout=DEADLINE).json()["context_window"]
+    client, window = small
     found = client.responses.create(
         model="demo", input="word " * (window - 560), temperature=0, store=False, extra_body={"ignore_eos": True}
     )
