@@ -131,9 +131,20 @@ def test_what_the_kernels_do_not_run_is_refused_with_a_reason(tokenizer: Any) ->
         opened(tiny("gpt2"), tokenizer)
 
 
+def test_an_engine_loads_and_answers(tokenizer: Any, tmp_path: Path) -> None:
+    """To load it, the self-test and the comparison with transformers have to pass."""
+    model = tiny("llama", vocab_size=SMALL)
+    with opened(model, tokenizer) as engine:
+        found = engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True)
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPT])).logits[0, -1]
+        assert found.token_ids[0] == int(logits.argmax())
+        assert found.exactness == "exact"
+        with pytest.raises(UnsupportedModel, match="adapters need the compiled"):
+            engine.adapters.load("one", tmp_path)
+
+
 @pytest.mark.slow
-def test_what_only_the_compiled_kernels_have_is_refused(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_encoded_kv_is_refused(llama: Any, tokenizer: Any) -> None:
     with pytest.raises(UnsupportedModel, match=r"kv_in_memory='encoded' needs.*\(attention='triton'\)"):
         opened(llama, tokenizer, reuse="prefix", kv_codec="int8", kv_in_memory="encoded")
-    with opened(llama, tokenizer) as engine, pytest.raises(UnsupportedModel, match="adapters need the compiled"):
-        engine.adapters.load("one", tmp_path)

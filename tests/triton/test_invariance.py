@@ -17,7 +17,7 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.native.places import MOVE, PAGE, Region, Sequenced
 from keepwarm.runtime.native.proof import variance
 
-COUNT = 40
+COUNT = 24
 LONG = 600  # more than one part of 512 positions
 
 
@@ -52,6 +52,7 @@ def test_tokens_one_by_one_and_some_wanted_rows(made: OnTriton) -> None:
     assert len(made.decoder.step([token_ids([])], [0], [made.arena(8).sequenced()], [])) == 0
 
 
+@pytest.mark.slow
 def test_the_self_test_at_load_finds_nothing(made: OnTriton) -> None:
     assert variance(made.decoder, made.geometry, SMALL, form=made.form) == ""
 

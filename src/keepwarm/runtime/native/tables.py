@@ -21,7 +21,7 @@ class RotaryTables:
     def __init__(self, makers: Sequence[Table], width: int, device: torch.device) -> None:
         """`width` is the number of pairs of dims that each of `makers` rotates."""
         self._makers, self._device = makers, device
-        empty = torch.empty(0, width, device=device)
+        empty = torch.empty(0, width, dtype=torch.float32, device=device)
         self.pairs: list[Pair] = [(empty, empty) for _ in makers]
         self.reached = 0
         self.grow(_PIECE)
