@@ -22,7 +22,7 @@ help:
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make test-llamacpp  the cache under a real llama-cpp-python, which is compiled first (minutes)"
 	@echo "make test-mlx  the prompt cache under a real mlx-lm, with MLX's build for the CPU"
-	@echo "make test-triton  the kernels for GPUs under Triton's interpreter, and compiled"
+	@echo "make test-triton  the kernels for GPUs under Triton's interpreter (ARGS=\"-m slow\": longer tests, and compiled for GPUs)"
 	@echo "make test-llamaserver  keepwarm slots with a real llama-server, which is compiled first (minutes)"
 	@echo "make test-router  replicas behind vLLM's own router, from its package index"
 	@echo "make test-clients  real agents and SDKs, from their package indexes, against a server with a real model (minutes)"

@@ -1,6 +1,6 @@
-"""Compiles every Triton kernel for a GPU that need not be there, and prints how many bytes each takes.
+"""Compiles Triton kernels for a GPU that need not be there, as `launch` has them compiled. Prints what came out.
 
-python tests/helpers/compile_kernels.py cuda:90:32
+python tests/helpers/compile_kernels.py cuda:90:32 [KERNEL ...]
 """
 
 from __future__ import annotations
@@ -9,40 +9,41 @@ import json
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keepwarm.runtime.gpu_kernels import attention, products, rows
+from keepwarm.runtime.gpu_kernels.launch import Launch, Tiles, attending
 
-HEADS = {"HEADS": 8, "KV_HEADS": 2, "DIM": 64, "SIZE": 2}
-TILE = {"BY_HAND": False, "ROUND": False, "ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
+GROUP = 4
+HEADS = {"HEADS": 8, "KV_HEADS": 2, "DIM": 64}
 ROW = {"BLOCK": 1024, "CENTRED": True, "BIASED": True}
 INTS = {"width", "x_stride", "y_stride", "rows", "columns", "depth", "layer", "window"}
 FLOATS = {"factor", "epsilon", "cap", "scale"}
 NUMBERS = {"tokens", "positions", "slots", "regions", "members", "jobs", "pages", "cells", "chosen", "moves"}
 NARROW = {"table", "weight", "up", "gate", "bias", "up_bias", "gate_bias", "queries", "out", "like", "sinks", "y"}
+EVEN = {"width", "columns", "depth", "x_stride", "y_stride"}  # multiples of 16 in most models
+WIDE = 40_000  # columns
 # Each kernel with its constants, and the pointers that are float32 in it whatever the model's type.
 KERNELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "embed": (rows.embed, {"BLOCK": 1024}, {"out"}),
     "norm": (rows.norm, ROW | {"ROUND": False}, {"weight", "bias"}),
     "add": (rows.add, ROW | {"NORMED": True}, {"weight", "bias"}),
-    "product": (products.product, TILE | {"BIASED": True, "CAPPED": False, "LOGITS": False}, {"y"}),
-    "logits": (products.product, TILE | {"BIASED": False, "CAPPED": True, "LOGITS": True}, {"y"}),
-    "widen": (products.widen, TILE | {"KIND": 2, "GATED": True, "BIASED": True, "GATE_BIASED": True}, set()),
+    "product": (products.product, {"BIASED": True, "CAPPED": False, "LOGITS": False, "ROUND": False}, {"y"}),
+    "logits": (products.product, {"BIASED": False, "CAPPED": True, "LOGITS": True, "ROUND": False}, {"y"}),
+    "widen": (products.widen, {"KIND": 2, "GATED": True, "BIASED": True, "GATE_BIASED": True, "ROUND": False}, set()),
     "place": (
         attention.place,
         HEADS | {"ROTARY": 32, "INTERLEAVED": True, "ROTATED": True, "NORMED": True, "CENTRED": True, "ROUND": False},
         set(),
     ),
-    "attend": (
-        attention.attend,
-        HEADS | {"GROUP": 4, "WINDOWED": True, "CAPPED": True, "ROUND": False, "BY_HAND": False, "LANES": 64},
-        set(),
-    ),
     "merge": (attention.merge, {"HEADS": 8, "DIM": 64, "WINDOWED": True, "SINKS": True, "ROUND": False}, set()),
     "move": (attention.move, HEADS | {"ROWS": 32}, set()),
 }
+ATTEND = HEADS | {"GROUP": GROUP, "WINDOWED": True, "CAPPED": True, "ROUND": False, "BY_HAND": False}
+KERNELS |= {f"attend-{dim}": (attention.attend, ATTEND | {"DIM": dim}, set()) for dim in (64, 128, 256)}
 
 
 def kind(name: str, dtype: str, wide: set[str], constants: dict[str, Any]) -> str:
@@ -60,18 +61,31 @@ def kind(name: str, dtype: str, wide: set[str], constants: dict[str, Any]) -> st
     return f"*{dtype}" if name in NARROW - wide else "*fp32"
 
 
-def compiled(kernel: Any, constants: dict[str, Any], wide: set[str], dtype: str, target: GPUTarget) -> int:
-    """Compile one kernel for a model's type. Return the size of its machine code."""
-    given = dict(constants)
-    if dtype == "fp32":
-        given |= {name: value for name, value in (("SIZE", 4), ("ROWS", 32), ("DEPTH", 32)) if name in given}
-        given |= {"LANES": 16} if "LANES" in given else {}
-    names = [name for name in kernel.arg_names if name in given]
-    signature = {name: kind(name, dtype, wide, given) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): given[name] for name in names})
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+def given(name: str, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A kernel's constants and options for a model's type."""
+    tiles = Tiles.of(dtype, GROUP)
+    if name in ("product", "logits", "widen"):
+        return constants | Launch(dtype, True, tiles).tile(WIDE, 2 if name == "widen" else 1)
+    more: dict[str, Any] = {"SIZE": dtype.itemsize, "enable_fp_fusion": False, "num_warps": 4}
+    if name.startswith("attend"):
+        more |= {"LANES": tiles.lanes} | attending(constants["DIM"], dtype)
+    return constants | more
+
+
+def compiled(name: str, dtype: torch.dtype, target: GPUTarget) -> dict[str, Any]:
+    """Compile one kernel for a model's type. Return what it needs, and Triton's name of it."""
+    kernel, constants, wide = KERNELS[name]
+    all_of_it = given(name, constants, dtype)
+    constants = {each: value for each, value in all_of_it.items() if each in kernel.arg_names}
+    options = {each: value for each, value in all_of_it.items() if each not in constants and each.islower()}
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    signature = {each: kind(each, short, wide, constants) for each in kernel.arg_names}
+    at = {each: (number,) for number, each in enumerate(kernel.arg_names)}
+    even = {at[each]: [["tt.divisibility", 16]] for each, of in signature.items() if of[0] == "*" or each in EVEN}
+    source = ASTSource(kernel, signature, {at[each]: value for each, value in constants.items()}, even)
     made = triton.compile(source, target=target, options=options)
-    return len(made.asm.get("cubin") or made.asm["hsaco"])
+    code = made.asm.get("cubin") or made.asm["hsaco"]
+    return {"bytes": len(code), "shared": made.metadata.shared, "hash": made.hash}
 
 
 def main() -> None:
@@ -79,9 +93,9 @@ def main() -> None:
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
     print(
         json.dumps({
-            f"{name}-{dtype}": compiled(kernel, constants, wide, dtype, target)
-            for name, (kernel, constants, wide) in KERNELS.items()
-            for dtype in ("fp32", "bf16", "fp16")
+            f"{name}-{str(dtype).removeprefix('torch.')}": compiled(name, dtype, target)
+            for name in sys.argv[2:] or KERNELS
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
         })
     )
 

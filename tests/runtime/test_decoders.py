@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ def test_where_the_kernels_do_not_run_loading_says_why(tokenizer: Any) -> None:
 def test_another_name_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="attention"):
         Engine.from_pretrained((tiny("llama"), tokenizer), attention="tritone")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed")
+def test_a_broken_triton_is_told(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so: cannot open')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UnsupportedModel, match=r"cannot be imported \(libtriton.so.*take attention='auto'"):
+        Engine.from_pretrained((tiny("llama"), tokenizer), attention="triton")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

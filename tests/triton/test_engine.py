@@ -56,19 +56,18 @@ def decoder(engine: Engine) -> Decoder:
     return found
 
 
-def ask(engine: Engine, prompt: list[int], count: int = 4) -> Generation:
-    return engine.generate(prompt, max_new_tokens=count, trace=True)
+def ask(engine: Engine, prompt: list[int], **how: Any) -> Generation:
+    return engine.generate(prompt, max_new_tokens=4, ignore_eos=True, trace=True, **how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_hits_have_the_bits_of_a_cold_run_at_any_token(name: str, port: None, tokenizer: Any, tmp_path: Path) -> None:
     model = MODELS[name]()
-    with opened(model, tokenizer, reuse="off") as engine:
-        cold = {tuple(each): ask(engine, each) for each in (PROMPT, EDITED)}
     with opened(model, tokenizer, store=tmp_path) as engine:
+        cold, edited = (ask(engine, each, reuse="off") for each in (PROMPT, EDITED))
         first = ask(engine, PROMPT)
-        assert (first.cached_tokens, first.logits_digest) == (0, cold[tuple(PROMPT)].logits_digest)
+        assert (first.cached_tokens, first.logits_digest) == (0, cold.logits_digest)
         for tier in ("device", "ram", "disk"):
             engine.flush()
             if tier != "device":
@@ -76,37 +75,36 @@ def test_hits_have_the_bits_of_a_cold_run_at_any_token(name: str, port: None, to
             if tier == "disk":
                 engine.pipeline.archive.clear_ram()
             found = ask(engine, EDITED)
-            assert (found.exactness, found.logits_digest) == ("exact", cold[tuple(EDITED)].logits_digest)
+            assert (found.exactness, found.logits_digest) == ("exact", edited.logits_digest)
             assert found.cached_tokens >= 45
     with opened(model, tokenizer, store=tmp_path) as engine:
-        longer = [*PROMPT, *cold[tuple(PROMPT)].token_ids[:-1], *ids(3, 5, SMALL)]
+        longer = [*PROMPT, *cold.token_ids[:-1], *ids(3, 5, SMALL)]
         again = ask(engine, longer)
         assert again.cached_tokens == len(PROMPT) + 3, "generated tokens are found, too"
         assert (again.exactness, set(again.cached_by_tier)) == ("exact", {"disk"})
-    with opened(model, tokenizer, reuse="off") as engine:
-        assert again.logits_digest == ask(engine, longer).logits_digest
+        assert again.logits_digest == ask(engine, longer, reuse="off").logits_digest
 
 
 @pytest.mark.slow
 def test_batches_answer_as_requests_alone(port: None, llama: Any, tokenizer: Any, tmp_path: Path) -> None:
     prompts = [[*PROMPT[:48], *ids(5 + i, 10 + i, SMALL)] for i in range(3)]
-    with opened(llama, tokenizer, reuse="off") as engine:
-        alone = [ask(engine, prompt) for prompt in prompts]
     with opened(llama, tokenizer, store=tmp_path) as engine, Batcher(engine) as batcher:
+        alone = [ask(engine, prompt, reuse="off") for prompt in prompts]
         for _ in range(2):
-            tickets = [batcher.submit(prompt, max_new_tokens=4, trace=True) for prompt in prompts]
+            tickets = [batcher.submit(prompt, max_new_tokens=4, ignore_eos=True, trace=True) for prompt in prompts]
             found = [ticket.result(120) for ticket in tickets]
             assert [each.logits_digest for each in found] == [each.logits_digest for each in alone]
         assert all(each.cached_tokens >= len(prompt) - 1 for each, prompt in zip(found, prompts, strict=True))
 
 
 @pytest.mark.slow
-def test_repaired_chunks_and_sessions_run(port: None, llama: Any, tokenizer: Any, tmp_path: Path) -> None:
-    chunk = ids(40, 7, SMALL)
-    with opened(llama, tokenizer, store=tmp_path, reuse="chunks", chunk_size=16) as engine:
-        engine.warm([*ids(8, 8, SMALL), *chunk, *ids(8, 9, SMALL)])
-        found = ask(engine, [*ids(24, 10, SMALL), *chunk, *ids(6, 11, SMALL)])
-        assert found.exactness in ("exact", "blended")
+def test_chunks_are_moved_and_repaired(port: None, llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    chunk = ids(48, 7, SMALL)
+    with opened(llama, tokenizer, store=tmp_path, reuse="chunks", chunk_size=16, chunk_least=8) as engine:
+        engine.warm([*ids(16, 8, SMALL), *chunk, *ids(8, 9, SMALL)])
+        found = ask(engine, [*ids(32, 10, SMALL), *chunk, *ids(6, 11, SMALL)])
+        assert found.exactness == "blended"
+        assert found.cached_tokens > 0
 
 
 @pytest.mark.slow
@@ -133,9 +131,20 @@ def test_what_the_kernels_do_not_run_is_refused_with_a_reason(tokenizer: Any) ->
         opened(tiny("gpt2"), tokenizer)
 
 
+def test_an_engine_loads_and_answers(tokenizer: Any, tmp_path: Path) -> None:
+    """To load it, the self-test and the comparison with transformers have to pass."""
+    model = tiny("llama", vocab_size=SMALL)
+    with opened(model, tokenizer) as engine:
+        found = engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True)
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPT])).logits[0, -1]
+        assert found.token_ids[0] == int(logits.argmax())
+        assert found.exactness == "exact"
+        with pytest.raises(UnsupportedModel, match="adapters need the compiled"):
+            engine.adapters.load("one", tmp_path)
+
+
 @pytest.mark.slow
-def test_what_only_the_compiled_kernels_have_is_refused(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="kv_in_memory='encoded' needs the compiled kernels"):
-        opened(llama, tokenizer, kv_codec="int8", kv_in_memory="encoded")
-    with opened(llama, tokenizer) as engine, pytest.raises(UnsupportedModel, match="adapters need the compiled"):
-        engine.adapters.load("one", tmp_path)
+def test_encoded_kv_is_refused(llama: Any, tokenizer: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"kv_in_memory='encoded' needs.*\(attention='triton'\)"):
+        opened(llama, tokenizer, reuse="prefix", kv_codec="int8", kv_in_memory="encoded")

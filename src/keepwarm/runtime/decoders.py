@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from keepwarm.core.geometry import KVGeometry
@@ -50,8 +53,10 @@ def triton_decoder(model: Any, geometry: KVGeometry) -> Decoder:
     windows = [layer.window for layer in geometry.layers]
     if reason := missing(device_of_weights(model)) or uncovered(model, windows):
         raise ValueError(reason)
-    from keepwarm.runtime.gpu_kernels.decoder import TritonDecoder  # only here is Triton imported
-
+    try:
+        from keepwarm.runtime.gpu_kernels.decoder import TritonDecoder  # only here is Triton imported
+    except ImportError as error:
+        raise ValueError(f"Triton cannot be imported ({first_line(error)})") from error
     return TritonDecoder(model, windows)
 
 
@@ -59,6 +64,8 @@ def again(decoder: Decoder, model: PreTrainedModel, geometry: KVGeometry) -> Dec
     """Return a decoder of the same kind for a model that was changed; None if it no longer runs it."""
     if decoder.name == "lean":
         return lean_decoder(model, geometry)
+    if (device := device_of_weights(model)).type == "cuda":
+        torch.cuda.synchronize(device)  # steps of other streams read what the decoder takes with it
     try:
         return triton_decoder(model, geometry)
     except ValueError as reason:
@@ -73,23 +80,36 @@ def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
         reason = "layers with more than keys and values"
     if reason:
         raise _refused(reason)
-    try:
-        runner = Runner(own.model, None, triton_decoder(own.model, kept.geometry), own.port)
-    except ValueError as error:
-        raise _refused(str(error)) from None
-    assert runner.lean is not None
-    try:
-        if reason := disagreement(runner, own, kept):
-            reason = f"the kernels do not agree with transformers ({reason})"
-        elif reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
+    with _failing(), own.port.memory_for("the kernels' first steps"):
+        try:
+            runner = Runner(own.model, None, triton_decoder(own.model, kept.geometry), own.port)
+        except ValueError as error:
+            raise _refused(str(error)) from None
+        assert runner.lean is not None
+        if reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
             reason = f"rows of the kernels are not invariant ({reason})"
-    except KeepwarmError:
-        raise
-    except Exception as error:  # of Triton or its compiler, which have no type of their own
-        raise _refused(f"the kernels fail ({first_line(error)}). Please report this") from error
+        elif reason := disagreement(runner, own, kept):
+            reason = f"the kernels do not agree with transformers ({reason})"
     if reason:
         raise _refused(f"{reason}. Please report this")
     return runner
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Raise UnsupportedModel for an error of Triton or its compiler; they have no type in common."""
+    try:
+        yield
+    except KeepwarmError:
+        raise
+    except Exception as error:
+        raise _refused(f"the kernels fail ({_told(error)}). Please report this") from error
+
+
+def _told(error: Exception) -> str:
+    """Return what an error says. Triton's compiler says first where, and last what is wrong there."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1 if lines[0].startswith('at ') else 0].strip()}"
 
 
 def _refused(reason: str) -> UnsupportedModel:

@@ -157,7 +157,7 @@ class DevicePort(ABC):
                 raise
             raise Overloaded(
                 f"{self.device} has no memory left for {what} ({str(error).strip().splitlines()[0]}): ask again later, "
-                "lower max_device, or run fewer requests at once"
+                "lower max_device or max_pages, or run fewer requests at once"
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Runs steps through the Triton kernels, on a model's weights where they lie on the device.
 
 Sequences are read and written by address (`native.places`). A row's bits depend on its tokens and positions alone, as
-with the lean decoder: see `products` and `attention`. What a step needs is brought to the device in one copy, and no
-call waits for the device.
+with the lean decoder: see `products` and `attention`. What a step needs is brought to the device in one copy. No step
+waits for the device, unless the rotary tables have to grow.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
-from keepwarm.runtime.gpu_kernels.launch import INTERPRETED, Heads, Launch, Tiles
+from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.gpu_kernels.step import Attended, Step, flat, pieces, prepared
 from keepwarm.runtime.native.description import Attention, Description, LayerParts
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.places import MOVE, Placed, Region, Sequenced, scattered, works
+from keepwarm.runtime.native.tables import RotaryTables
 from keepwarm.runtime.stepping import ArrivingLayers
 
-_POSITIONS = 4096  # positions of one piece of the rotary tables
+_LEAST = (3, 4)  # Triton's version; as in pyproject.toml
 _RESULTS = 64 << 20  # bytes of the results of attention's parts that are in memory at the same time
 
 Seen = Callable[[int, torch.Tensor], None]
@@ -47,6 +48,8 @@ class TritonDecoder:
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
         """`windows` are those of the cache's layers, in positions; None stands for all. Raises ValueError if the
         kernels do not run the model."""
+        if tuple(map(int, triton.__version__.split(".")[:2])) < _LEAST:
+            raise ValueError(f"Triton {triton.__version__} is too old (torch brings a newer one from 2.8 on)")
         self.device: torch.device = device_of_weights(model)
         if reason := missing(self.device) or uncovered(model, windows):
             raise ValueError(reason)
@@ -62,15 +65,14 @@ class TritonDecoder:
         self._launch = launch
         self._heads = _heads(parts, launch)
         self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
-        self._reached = 0
-        self._tables = [[torch.empty(0, parts.rotary // 2, device=self.device)] * 2 for _ in parts.tables]
-        self._grow(1)
-        self.digest = kernels_digest(self.device)
+        self._tables = RotaryTables(parts.tables, parts.rotary // 2, self.device)
+        with self._on_device():
+            self.digest = kernels_digest(launch.compiled(self._embedding))
         # What the model's modules compute beside their weights is part of the arithmetic identity.
         self.constants = digest(
             "keepwarm triton constants 1",
             canonical_json([Outline(model).of(parts), parts.activation, parts.scaling]),
-            *(table.cpu().numpy().tobytes() for pair in self._tables for table in pair),
+            *(table.cpu().numpy().tobytes() for pair in self._tables.pairs for table in pair),
         ).hex()
 
     @property
@@ -84,7 +86,7 @@ class TritonDecoder:
     def apart(self) -> TritonDecoder:
         """Return a decoder with the same weights, and with tables of its own, for steps beside this one's."""
         other = copy.copy(self)
-        other._tables = [[*pair] for pair in self._tables]
+        other._tables = copy.copy(self._tables)
         return other
 
     def step(
@@ -144,8 +146,10 @@ class TritonDecoder:
         """Run the layers, all of them or the first `layers`. The pass ends with the keys and values of the last one if
         nothing is wanted of it."""
         parts, every = self._parts, self._parts.layers[:layers]
+        if not len(ids):
+            return self._no_logits()
         with self._on_device():
-            self._grow(int(positions.max()) + 1)
+            self._tables.grow(int(positions.max()) + 1)
             how = self.device, set(self._windows), self._heads.rows, self._most
             step = prepared(ids, positions, placed, wanted, *how)
             results = self._results(step.results)
@@ -163,7 +167,10 @@ class TritonDecoder:
                 self._onward(layer, x, mixed)
             else:
                 return self._launch.logits(self._launch.norm(x, parts.norm), self._head, parts.logit, parts.logit_cap)
-            return torch.empty(0, len(self._head), dtype=torch.float32, device=self.device)
+            return self._no_logits()
+
+    def _no_logits(self) -> torch.Tensor:
+        return torch.empty(0, len(self._head), dtype=torch.float32, device=self.device)
 
     def _queries(
         self, number: int, layer: LayerParts, x: torch.Tensor, step: Step, arrivals: ArrivingLayers | None
@@ -181,9 +188,8 @@ class TritonDecoder:
             arrivals.arrive(number)
         if len(step.moves):
             heads.move(step.moves, step.regions, h, number)
-        table = None if attention.table is None else self._tables[attention.table]
+        pair = None if attention.table is None else self._tables.pairs[attention.table]
         norms = attention.q_norm, attention.k_norm
-        pair = None if table is None else (table[0], table[1])
         return heads.place(qkv, norms, pair, step.positions, step.slots, step.regions, number)
 
     def _attended(
@@ -218,21 +224,6 @@ class TritonDecoder:
         how: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         return torch.empty(lanes, **how), torch.empty(lanes, **how), torch.empty(lanes * dim, **how)
 
-    def _grow(self, positions: int) -> None:
-        """Extend the rotary tables to so many positions, in float32, by the model's own module. They are made piece by
-        piece, so that a position's numbers do not depend on how many positions there are."""
-        if positions <= self._reached:
-            return
-        starts = range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
-        with torch.inference_mode():
-            for pair, rotary in zip(self._tables, self._parts.tables, strict=True):
-                made = [rotary(torch.arange(start, start + _POSITIONS)) for start in starts]
-                pair[:] = (
-                    torch.cat([table, *(piece[which].to(self.device) for piece in made)]).contiguous()
-                    for which, table in enumerate(pair)
-                )
-        self._reached += len(starts) * _POSITIONS
-
     def _on_device(self) -> AbstractContextManager[Any]:
         """Launch kernels on the model's device, whatever the calling thread's current one is."""
         return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
@@ -252,16 +243,11 @@ def _heads(parts: Description, launch: Launch) -> Heads:
     )
 
 
-def kernels_digest(device: torch.device) -> str:
-    """Return what decides the kernels' arithmetic: their code, Triton, and what they are compiled for."""
-    made = hashlib.sha256()
+def kernels_digest(compiled: str) -> str:
+    """Return what decides the kernels' arithmetic: their code, and how they are `compiled` (see `Launch.compiled`)."""
+    made = hashlib.sha256(f"{triton.__version__} {compiled}".encode())
     for name in ("rows", "products", "attention", "launch", "plan", "decoder"):
         made.update(resources.files(__package__ or "").joinpath(f"{name}.py").read_bytes())
-    target = "interpreted"
-    if not INTERPRETED:
-        found = torch.cuda.get_device_properties(device)
-        target = str(found.gcnArchName if torch.version.hip else (found.major, found.minor))
-    made.update(f"{triton.__version__} {target}".encode())
     return made.hexdigest()
 
 

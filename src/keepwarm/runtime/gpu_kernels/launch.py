@@ -19,6 +19,7 @@ INTERPRETED = not isinstance(rows.norm, triton.JITFunction)  # by Triton's inter
 _WHOLE = {"enable_fp_fusion": False}
 _FEW, _MANY = 8192, 32768  # columns
 _MOVED = 32  # rows that a program copies at once
+_EMBEDDED = 1024  # numbers that a program copies
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,25 @@ class Launch:
         return {"ROUND": INTERPRETED and self.dtype is torch.bfloat16}
 
     def embed(self, tokens: torch.Tensor, table: torch.Tensor, factor: float) -> torch.Tensor:
-        count, width, block = len(tokens), table.shape[1], 1024
-        out = torch.empty(count, width, dtype=torch.float32, device=table.device)
-        rows.embed[count, -(-width // block)](tokens, table, out, width, factor, BLOCK=block, **_WHOLE)
+        out = torch.empty(len(tokens), table.shape[1], dtype=torch.float32, device=table.device)
+        self._embed(tokens, table, out, factor)
         return out
+
+    def compiled(self, table: torch.Tensor) -> str:
+        """Return Triton's name of a compiled kernel. It names what decides the machine code of all kernels: Triton's
+        build, the tools that it compiles with, the device's architecture, and variables of the environment. `table` is
+        that of embeddings."""
+        if INTERPRETED:
+            return "interpreted"
+        token = torch.zeros(1, dtype=torch.int64, device=table.device)
+        out = torch.empty(1, table.shape[1], dtype=torch.float32, device=table.device)
+        return str(self._embed(token, table, out, 1.0).hash)
+
+    @staticmethod
+    def _embed(tokens: torch.Tensor, table: torch.Tensor, out: torch.Tensor, factor: float) -> Any:
+        """Launch the kernel, and return it compiled."""
+        grid = len(tokens), -(-table.shape[1] // _EMBEDDED)
+        return rows.embed[grid](tokens, table, out, table.shape[1], factor, BLOCK=_EMBEDDED, **_WHOLE)
 
     def norm(self, x: torch.Tensor, by: Norm | None) -> torch.Tensor:
         """Return rows as products take them, normed if there is a norm."""
@@ -136,7 +152,7 @@ class Launch:
             cap,
             BIASED=by.bias is not None,
             **({"ROUND": False} | how),
-            **self._tile(out),
+            **self.tile(out),
         )
         return y
 
@@ -160,16 +176,18 @@ class Launch:
             BIASED=mlp.up.bias is not None,
             GATE_BIASED=gate is not None and gate.bias is not None,
             **self.rounds,
-            **self._tile(out),
+            **self.tile(out, 1 if gate is None else 2),
         )
         return y
 
     def _grid(self, count: int, columns: int) -> tuple[int, int]:
         return -(-count // self.tiles.rows), -(-columns // self.tiles.columns(columns))
 
-    def _tile(self, columns: int) -> dict[str, Any]:
+    def tile(self, columns: int, weights: int = 1) -> dict[str, Any]:
+        """Return how a product with so many weights is computed and compiled. Each has so many `columns`. Three stages
+        of two wide tiles need more shared memory than many GPUs have."""
         size = {"ROWS": self.tiles.rows, "COLUMNS": self.tiles.columns(columns), "DEPTH": self.tiles.depth}
-        stages = 2 if self.dtype is torch.float32 else 3
+        stages = 2 if self.dtype is torch.float32 or weights * size["COLUMNS"] > 128 else 3
         return size | {"BY_HAND": INTERPRETED, "num_warps": 4, "num_stages": stages} | _WHOLE
 
 
@@ -177,6 +195,12 @@ def _row(width: int) -> dict[str, Any]:
     """Return how a program takes a whole row."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": 4 if block <= 4096 else 8} | _WHOLE
+
+
+def attending(dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how attention is compiled. Two stages of wide heads need more shared memory than many GPUs have."""
+    stages = 2 if dim * dtype.itemsize <= 256 else 1
+    return {"num_warps": 8 if dim > 128 else 4, "num_stages": stages} | _WHOLE
 
 
 @dataclass(frozen=True)
@@ -289,11 +313,9 @@ class Heads:
             CAPPED=self.cap != 0,
             BY_HAND=INTERPRETED,
             LANES=self.launch.tiles.lanes,
-            num_warps=8 if self.dim > 128 else 4,
-            num_stages=2,
             **self._shape,
             **self.launch.rounds,
-            **_WHOLE,
+            **attending(self.dim, self.launch.dtype),
         )
 
     def merge(

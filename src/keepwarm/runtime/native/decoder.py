@@ -30,10 +30,9 @@ from keepwarm.runtime.native.packing import LOG2E, Packing
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.recurrent import Runs
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
+from keepwarm.runtime.native.tables import RotaryTables
 from keepwarm.runtime.native.windows import differing
 from keepwarm.runtime.stepping import ArrivingLayers
-
-_POSITIONS = 4096  # positions of one piece of the rotary tables
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
@@ -80,17 +79,14 @@ class LeanDecoder:
         self._model = self._record(parts)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
-        self._reached = 0
-        self._rotaries = parts.tables
-        empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
-        self._tables = [[empty, empty] for _ in parts.tables]  # each table's cosines and sines
-        self._grow(_POSITIONS)
+        self._tables = RotaryTables(parts.tables, parts.rotary // 2, torch.device("cpu"))
+        self._point()
         rounded = [ROUNDED, packing_digest()] if self.in_blocks else []
         # What the model's modules compute beside their weights is part of the arithmetic identity.
         self.constants = digest(
             "keepwarm decoder constants 3",
             canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling, *rounded]),
-            *(table.numpy().tobytes() for pair in self._tables for table in pair),
+            *(table.numpy().tobytes() for pair in self._tables.pairs for table in pair),
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
@@ -166,8 +162,7 @@ class LeanDecoder:
         if chosen is not None and self.states:
             raise RuntimeError("rows of a model with recurrent state are not computed with an adapter")
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
-        if max(ends) > self._reached:
-            self._grow(max(ends))
+        self._grow(max(ends))
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
@@ -192,8 +187,7 @@ class LeanDecoder:
         """
         if sequence.lora is not None or self.states:
             raise RuntimeError("rows at chosen positions are not computed with an adapter or a recurrent state")
-        if int(positions[-1]) >= self._reached:
-            self._grow(int(positions[-1]) + 1)
+        self._grow(int(positions[-1]) + 1)
         ids, at = tokens.astype(np.int32), positions.astype(np.int32)
         return self._run(ids, at, scattered(positions, sequence), wanted, layers, seen=seen)
 
@@ -265,7 +259,7 @@ class LeanDecoder:
         """Return a decoder with the same weights, and with tables and room of its own, for steps beside this one's. No
         step may run meanwhile."""
         other = copy.copy(self)
-        other._tables = [[*pair] for pair in self._tables]
+        other._tables = copy.copy(self._tables)
         other._layers = type(self._layers).from_buffer_copy(self._layers)
         other._model = ModelRecord.from_buffer_copy(self._model)
         other._model.layer = other._layers
@@ -296,20 +290,15 @@ class LeanDecoder:
         )
 
     def _grow(self, positions: int) -> None:
-        """Extend the rotary tables to so many positions, in float32, by the model's own module. They are made piece by
-        piece, so that a position's numbers do not depend on how many positions there are."""
-        starts = range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
-        with torch.inference_mode():
-            for pair, rotary in zip(self._tables, self._rotaries, strict=True):
-                pieces = [rotary(torch.arange(start, start + _POSITIONS)) for start in starts]
-                pair[:] = (
-                    torch.cat([table, *(piece[which] for piece in pieces)]).contiguous()
-                    for which, table in enumerate(pair)
-                )
-        self._reached += len(starts) * _POSITIONS
+        """Extend the rotary tables to so many positions."""
+        if self._tables.grow(positions):
+            self._point()
+
+    def _point(self) -> None:
+        """Tell the kernels where the rotary tables are."""
         for layer, number in zip(self._layers, self._tables_of, strict=True):
             if number is not None:
-                layer.cosine, layer.sine = (table.data_ptr() for table in self._tables[number])
+                layer.cosine, layer.sine = (table.data_ptr() for table in self._tables.pairs[number])
 
 
 def _chosen(sequences: Sequence[Sequenced], counts: Sequence[int]) -> Chosen | None:
