@@ -18,7 +18,7 @@ from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
@@ -148,6 +148,10 @@ class Rounds:
                 if placed is None:
                     raise
                 self._pipeline.loader.relink(placed, error)
+                self._plan_steps(job)
+            except Overloaded:
+                if placed is None or not self._pipeline.loader.made_way(placed):
+                    raise
                 self._plan_steps(job)
         self._turns.took_prefill({job: end - start}, time.perf_counter() - started, [0.0])
         return end - start

@@ -375,6 +375,13 @@ class DeviceContract(ABC):
         port.reclaim()
         assert port.allocate(4096).tensor.shape == (4096,)
 
+    def test_what_is_allocated_is_not_free(self, port: DevicePort) -> None:
+        before, memory, within = port.free_memory(), port.allocate(64 << 20), port.free_memory()
+        memory.free()
+        port.reclaim()
+        after = port.free_memory()
+        assert {before, within, after} == {None} or (before or 0) - (64 << 20) >= (within or 0) < (after or 0)
+
     def test_events_tell_time_in_order(self, port: DevicePort) -> None:
         stream = port.current()
         first = stream.record(timed=True)

@@ -30,6 +30,7 @@ from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
+_ROOM = 16 << 30  # bytes that it says it has where it has no bound
 _STREAM_BITS = 20  # low bits of a mark, for the stream that wrote; the time stands above them
 
 
@@ -224,13 +225,19 @@ class AdversarialPort(DevicePort):
             self._local.stream = before
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
-        taken = sum(memory.nbytes for memory in list(self.memories.values()))
+        taken = self._taken()
         if self.room is not None and taken + nbytes > self.room:
             raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {nbytes} bytes beside {taken}")
         tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
         memory = LateMemory(self, tensor)
         weakref.finalize(memory, tensor.fill_, _NAN)
         return memory
+
+    def free_memory(self) -> int:
+        return max(0, (_ROOM if self.room is None else self.room) - self._taken())
+
+    def _taken(self) -> int:
+        return sum(memory.nbytes for memory in list(self.memories.values()))
 
     def adopt(self, tensor: torch.Tensor) -> LateMemory:
         """Take all of a tensor's storage, which somebody else allocated, as this device's memory. It is that as long as

@@ -92,6 +92,9 @@ class CudaPort(DevicePort):
     def reclaim(self) -> None:
         torch.cuda.empty_cache()
 
+    def free_memory(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
 
 def _widened(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """View bytes as int64 if the layouts of both tensors allow it: a kernel moves number by number."""

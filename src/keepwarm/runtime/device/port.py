@@ -147,6 +147,11 @@ class DevicePort(ABC):
         """Return freed memory to the system, so that the next allocation can use it."""
         return
 
+    def free_memory(self) -> int | None:
+        """Return the bytes that nobody has, ourselves and other programs included; None if the device does not tell.
+        Freed memory counts once it is reclaimed."""
+        return None
+
     @contextmanager
     def memory_for(self, what: str) -> Iterator[None]:
         """Run the `with` block. If memory runs out, raise Overloaded, which says for `what`."""
@@ -155,9 +160,11 @@ class DevicePort(ABC):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            free = self.free_memory()
+            said = "" if free is None else f"; {free} bytes are free"
             raise Overloaded(
-                f"{self.device} has no memory left for {what} ({str(error).strip().splitlines()[0]}): ask again later, "
-                "lower max_device, or run fewer requests at once"
+                f"{self.device} has no memory left for {what} ({str(error).strip().splitlines()[0]}{said}): ask again "
+                "later, lower max_device, or run fewer requests at once"
             ) from error
 
 
