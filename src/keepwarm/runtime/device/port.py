@@ -125,9 +125,14 @@ class DevicePort(ABC):
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queue in a stream the copy of `source` on the device into `target`, pinned bytes of the same shape."""
 
-    def copy_all(self, copies: Copies, stream: Stream) -> None:
-        """Queue in a stream copies between pinned host memory and any memory of the device, by address. Raises
-        UnsupportedModel where addresses mean nothing to the host."""
+    @property
+    def copies_by_address(self) -> bool:
+        """Whether `copy_all` works, and many copies should go through it."""
+        return False
+
+    def copy_all(self, copies: Copies, stream: Stream, pinned: object = None) -> None:
+        """Queue in a stream copies between pinned host memory and any memory of the device, by address. What is given
+        as `pinned` lives until they are done. Raises UnsupportedModel where addresses mean nothing to the host."""
         raise UnsupportedModel(f"memory of {self.device} cannot be copied by address")
 
     def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
