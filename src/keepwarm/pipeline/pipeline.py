@@ -263,7 +263,7 @@ class Pipeline:
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint, ends),
+            Sampler(decoding, tokens, self.model.runner.port, prepared.constraint, ends),
             TextStream(self.tokenizer, decoding.stop_strings, decoding.min_tokens),
             decoding.max_new_tokens,
             ends,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
@@ -80,6 +81,10 @@ class CudaPort(DevicePort):
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     @property
     def copies_by_address(self) -> bool:

@@ -15,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from errno import ENOMEM
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+import numpy.typing as npt
 import torch
 
 from keepwarm.errors import Overloaded, UnsupportedModel
@@ -124,6 +125,11 @@ class DevicePort(ABC):
     @abstractmethod
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queue in a stream the copy of `source` on the device into `target`, pinned bytes of the same shape."""
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return a copy of an array on the device, for the calling thread's next computations. The host does not wait
+        where it need not. The array may change right after."""
+        return torch.from_numpy(array).to(self.device, copy=True)
 
     @property
     def copies_by_address(self) -> bool:
