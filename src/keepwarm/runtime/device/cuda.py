@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class CudaPort(DevicePort):
         self.device = torch.device("cuda", index)
         self.inbound, self.outbound = self.stream(), self.stream()
         self._used: deque[tuple[Event, object]] = deque()  # pinned memory, and when its copies are done
+        self._using = threading.Lock()
 
     def current(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.device))
@@ -96,10 +98,11 @@ class CudaPort(DevicePort):
             with self.on(stream):  # makes this device the current one, too, in a thread that has used none
                 runner()(copies, stream.native.cuda_stream)
         finally:  # after an error a part of them may be queued
-            if pinned is not None:  # torch's allocator does not know of these copies
-                self._used.append((stream.record(), pinned))
-        while self._used and self._used[0][0].is_past():
-            self._used.popleft()
+            with self._using:
+                if pinned is not None:  # torch's allocator does not know of these copies
+                    self._used.append((stream.record(), pinned))
+                while self._used and self._used[0][0].is_past():
+                    self._used.popleft()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy. Rows of several heads are apart on the device: torch gathers or scatters them there, with one copy."""
