@@ -39,6 +39,15 @@ def test_a_device_chooses_what_the_host_does(choice: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("port", [device.HostPort(), AdversarialPort()], ids=["host", "device"])
+def test_nothing_is_drawn_from_what_is_no_number(port: device.DevicePort) -> None:
+    row = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    row[7] = torch.nan
+    sampler = Sampler(Decoding(temperature=1.0, seed=1), token_ids(ids(30, 1)), port)
+    with pytest.raises(RuntimeError, match="probability"):
+        sampler.take(fetched([sampler.choose(row)])[0].token)
+
+
 class CountingPort(AdversarialPort):
     """Counts what is brought to it."""
 

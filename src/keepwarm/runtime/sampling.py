@@ -62,6 +62,9 @@ class NotYet(LogitsProcessor):
         return scores.index_fill(1, self._ends, -torch.inf) if input_ids.shape[1] < self._length else scores
 
 
+_NONE = -1  # instead of a token that could not be drawn
+
+
 @dataclass(frozen=True)
 class Choice:
     """A chosen token."""
@@ -133,7 +136,12 @@ class Sampler:
         return int(token) if self._port.is_host else token
 
     def take(self, token: int) -> None:
-        """Note the chosen token."""
+        """Note the chosen token. Raises RuntimeError for `_NONE`."""
+        if token == _NONE:
+            raise RuntimeError(
+                "no token can be drawn, for the probability of some is not a number: expected finite logits after "
+                "temperature and penalties; raise the temperature, or look at the model's dtype"
+            )
         if self._constraint is not None:
             self._constraint.take(token)
 
@@ -149,7 +157,8 @@ class Sampler:
             token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
         else:  # what multinomial does, but for its look at the numbers, which waits for the device
             shares = scores.softmax(dim=-1)
-            token = shares.div_(torch.empty_like(shares).exponential_(generator=self._generator)).argmax(dim=-1)
+            race = shares / torch.empty_like(shares).exponential_(generator=self._generator)
+            token = torch.where(shares.isfinite().all(dim=-1), race.argmax(dim=-1), _NONE)
         if self._ids is not None:
             self._ids = torch.cat([self._ids, token[None]], dim=1)
         return token
