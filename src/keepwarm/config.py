@@ -163,7 +163,15 @@ class EngineConfig(BaseModel):
     max_device: int | None = Field(
         None,
         description="byte cap of KV on the device for requests outside a batch, in use and kept, per engine. "
-        "None: room for one whole context window, at least 4GiB",
+        "None: on a GPU three quarters of its memory that is free once the model is loaded; on the CPU room for one "
+        "whole context window, at least 4GiB",
+    )
+    device_timeout: float = Field(
+        10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that a request outside a batch waits for running ones to give back KV memory of the "
+        "device; then it is refused",
     )
     max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.errors import Overloaded
+from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.pool import ArenaPool
+from keepwarm.runtime.arena.room import Cap
 from keepwarm.runtime.device import PORTS
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.testing.device import AdversarialPort
 
 SECONDS = 60  # until a test stops waiting
@@ -74,16 +77,104 @@ def test_what_is_kept_for_later_goes_when_the_device_is_full() -> None:
     geometry = KVGeometry.uniform(2, 2, 4, "float32")
     unit = Arena.size(geometry, 512)
     port = AdversarialPort(room=3 * unit)
-    pool = ArenaPool(geometry, port)
+    pool = ArenaPool(geometry, port, cap=8 * unit)
     for arena in [pool.acquire([], 512) for _ in range(2)]:
         pool.release(arena)
     large = pool.acquire([], 1024)
     assert (large.capacity, pool.nbytes) == (1024, 2 * unit)
-    with pytest.raises(Overloaded):
+    numbers = f"{unit} bytes are free.*1 running requests and what is kept take {2 * unit} bytes; max_device is"
+    with pytest.raises(Overloaded, match=numbers):
         pool.acquire([], 1024)
-    assert pool.nbytes == 2 * unit, "what could not be had is not counted"
+    assert (pool.nbytes, pool.lent) == (2 * unit, 1), "what could not be had is not counted"
     pool.release(large)
     assert pool.acquire([], 512) is large
+
+
+def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: AdversarialPort) -> None:
+    """What the engine's own first arena takes is theirs, too, and the context window does not matter."""
+    port.room = 2 << 20
+    with Engine.from_pretrained((tiny("gpt2"), tokenizer), **ROOM) as engine:
+        pool = engine.pipeline.pool
+        assert 1 << 20 < pool.cap <= (2 << 20) * 3 // 4, "loading may have left something"
+        assert engine.generate(ids(pool.room - 1, 1), max_new_tokens=1).token_ids
+        with pytest.raises(PromptTooLong, match=f"max_device is {pool.cap}, by default 75% of what was free on cpu"):
+            engine.generate(ids(1600, 1), max_new_tokens=1)
+    with Engine.from_pretrained((tiny("gpt2"), tokenizer), max_device="3MiB", **ROOM) as engine:
+        assert engine.pipeline.pool.cap == 3 << 20
+
+
+def test_the_device_that_has_least_for_its_layers_decides() -> None:
+    geometry = KVGeometry.uniform(4, 2, 4, "float32")
+    large, small = AdversarialPort(room=1000), AdversarialPort(room=200)
+    assert Cap.of(None, geometry, [large, large, small, small], 0).nbytes == 300
+    assert Cap.of(None, geometry, [large, large, large, small], 0).nbytes == 600
+    assert Cap.of(None, geometry, [large, large, large, HostPort()], 0).nbytes == 1000
+    assert Cap.of(None, geometry, [HostPort()] * 4, 5 << 30).nbytes == 5 << 30
+
+
+@pytest.mark.parametrize("limit", ["max_device", "device"])
+def test_requests_wait_for_running_ones_in_their_order(limit: str, tokenizer: Any, port: AdversarialPort) -> None:
+    """With room for one arena, under `max_device` or on the device. The answers are those of an engine with room."""
+    model, prompts = tiny("gpt2"), [ids(100, n) for n in range(4)]
+    with Engine.from_pretrained((model, tokenizer), **ROOM) as free:
+        cold = [free.generate(prompt, max_new_tokens=4, trace=True, reuse="off") for prompt in prompts]
+        one = Arena.size(free.pipeline.model.geometry, 512)
+    cap = {"max_device": one} if limit == "max_device" else {"max_device": 64 * one}
+    with Engine.from_pretrained((model, tokenizer), device_timeout=SECONDS, **cap, **ROOM) as engine:
+        engine.pipeline.pool.evict()
+        port.room = None if limit == "max_device" else one + one // 2
+        running = engine.stream(prompts[0], max_new_tokens=4, trace=True)
+        next(running)
+        with ThreadPoolExecutor(3) as threads:
+            asked = [threads.submit(engine.generate, each, max_new_tokens=4, trace=True) for each in prompts[1:]]
+            with pytest.raises(Overloaded, match="1 running requests"):
+                engine.generate(prompts[1], max_new_tokens=1)  # nobody but this thread could give anything back
+            assert not any(each.done() for each in asked)
+            *_, last = running
+            found = [last.result, *(each.result(SECONDS) for each in asked)]
+        assert [each.logits_digest for each in found] == [each.logits_digest for each in cold]
+        assert engine.pipeline.pool.lent == 0
+
+
+def test_who_waited_long_enough_is_refused_by_numbers(tokenizer: Any) -> None:
+    model = tiny("gpt2")
+    with Engine.from_pretrained((model, tokenizer), **ROOM) as free:
+        one = Arena.size(free.pipeline.model.geometry, 512)
+    with Engine.from_pretrained((model, tokenizer), max_device=one, device_timeout=0.1, **ROOM) as engine:
+        running = engine.stream(ids(50, 1), max_new_tokens=4)
+        next(running)
+        with ThreadPoolExecutor(1) as thread:
+            refused = thread.submit(engine.generate, ids(50, 2), max_new_tokens=1)
+            with pytest.raises(Overloaded, match=f"{one} bytes of KV are wanted.* 0 are free beside 1 running"):
+                refused.result(SECONDS)
+        running.close()
+        assert engine.generate(ids(50, 2), max_new_tokens=1).token_ids
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batch"])
+def test_what_is_kept_makes_way_for_a_step_without_memory(tokenizer: Any, *, batched: bool) -> None:
+    model, prompt = tiny("gpt2"), ids(120, 3)
+    with Engine.from_pretrained((model, tokenizer), **ROOM) as engine, Batcher(engine) as batcher:
+        cold = engine.generate(prompt, max_new_tokens=3, trace=True, reuse="off")
+        streams = [engine.stream(ids(30, n), max_new_tokens=2) for n in range(2)]
+        for _ in zip(*streams, strict=True):  # side by side, each in an arena of its own
+            pass
+        engine.flush()
+        engine.pipeline.pool.forget()
+        pool, failed = engine.pipeline.pool, []
+
+        def fail(*_: Any) -> None:
+            if pool.nbytes > Arena.size(pool.geometry, 2048):  # the first arena has a whole context window
+                failed.append(pool.nbytes)
+                raise torch.OutOfMemoryError("out of memory")
+
+        model.transformer.h[1].register_forward_pre_hook(fail)
+        if batched:
+            found = batcher.submit(prompt, max_new_tokens=3, trace=True).result(SECONDS)
+        else:
+            found = engine.generate(prompt, max_new_tokens=3, trace=True)
+        assert len(failed) == 1
+        assert found.logits_digest == cold.logits_digest
 
 
 @pytest.mark.parametrize(

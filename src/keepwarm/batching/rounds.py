@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,10 +18,11 @@ from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
+from keepwarm.runtime.sampling import Choice, fetched
 from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,10 @@ class Rounds:
                     raise
                 self._pipeline.loader.relink(placed, error)
                 self._plan_steps(job)
+            except Overloaded:
+                if placed is None or not self._pipeline.loader.made_way(placed):
+                    raise
+                self._plan_steps(job)
         self._turns.took_prefill({job: end - start}, time.perf_counter() - started, [0.0])
         return end - start
 
@@ -247,7 +252,7 @@ class Rounds:
                     together.append((job, sequence))
                 else:
                     started = time.perf_counter()
-                    logits = self._runner.step(token_ids([token]), job.opened.cache, position)
+                    logits = self._runner.step(token_ids([token]), job.opened.cache, position, job.answer.there)
                     self._grow(job, job.answer.take(logits))
                     self._turns.took_decode([job], time.perf_counter() - started, [0.0])
         if not together:
@@ -257,7 +262,7 @@ class Rounds:
         try:
             each = [token_ids([token]) for token in tokens]
             rows = self._runner.step_together(each, positions, [sequence.sequenced for _, sequence in together])
-            rows[:1, :1].cpu()  # waits for the device, which computes asynchronously
+            choices = self._choices([job for job, _ in together], rows)  # waits for a device
         except Exception as error:
             log.exception("a step of %d requests failed", len(together))
             for job, _ in together:
@@ -266,12 +271,24 @@ class Rounds:
         ends = [time.perf_counter()]
         for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
             with self._guarding(job):
-                sequence.length = position + 1
-                self._grow(job, job.answer.take(logits))
+                if job in choices:
+                    sequence.length = position + 1
+                    self._grow(job, job.answer.take(logits, choices[job]))
             ends.append(time.perf_counter())
         choosing = [end - began for began, end in pairwise(ends)]
         self._turns.took_decode([job for job, _ in together], ends[0] - started, choosing)
         self._measure()
+
+    def _choices(self, jobs: Sequence[Running], rows: torch.Tensor) -> dict[Running, Choice | None]:
+        """Choose the next tokens on a device, for which the host then waits once. On the host each is chosen in its
+        turn: None. A request that fails is not in the result."""
+        if self._runner.port.is_host:
+            return dict.fromkeys(jobs)
+        chosen: dict[Running, int | torch.Tensor] = {}
+        for job, logits in zip(jobs, rows, strict=True):
+            with self._guarding(job):
+                chosen[job] = job.answer.sampler.choose(logits)
+        return dict(zip(chosen, fetched([*chosen.values()]), strict=True))
 
     def _grow(self, job: Running, piece: Piece) -> bool:
         """Hand out a piece. If it is the last one, end the request and return True."""

@@ -29,6 +29,7 @@ class EngineArgs(TypedDict, total=False):
     store_key_file: Folder | None
     max_ram: Size
     max_device: Size | None
+    device_timeout: float
     max_pages: Size
     max_disk: Size
     ram_policy: Policy

@@ -103,7 +103,8 @@ class Attached:
         if self._own and not engine.pipeline.model.runner.is_invariant:  # linking may have found this
             self.uncached_reason = Uncached.CHANGED.told()
             return self._generate(inputs, *args, **kwargs)
-        with engine.pipeline.lease(linked, engine.pipeline.config.reuse, capacity) as placed:
+        config = engine.pipeline.config
+        with engine.pipeline.lease(linked, config.reuse, capacity, wait=config.device_timeout) as placed:
             cache, plan = placed.arena.cache, placed.plan
             self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
             for span in plan.computes[:-1]:

@@ -213,21 +213,31 @@ class Pipeline:
         return Linked.of(compiled, namespace, self.grid, epoch, self.loader.naming, stateful=stateful)
 
     def lease(
-        self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
+        self,
+        linked: Linked,
+        reuse: Reuse,
+        capacity: int,
+        *,
+        warming: bool = False,
+        overlap: bool = False,
+        wait: float = 0.0,
     ) -> AbstractContextManager[Placed]:
         """See `PrefixLoader.lease`."""
-        return self.loader.lease(linked, reuse, capacity, warming=warming, overlap=overlap)
+        return self.loader.lease(linked, reuse, capacity, warming=warming, overlap=overlap, wait=wait)
 
     # ---- execute ----
 
     @contextmanager
-    def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: Why) -> Iterator[Opened]:
-        """Open a cache of `capacity` positions with the stored KV of `linked`; an empty cache if that is None."""
+    def open(
+        self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: Why, wait: float = 0.0
+    ) -> Iterator[Opened]:
+        """Open a cache of `capacity` positions with the stored KV of `linked`; an empty cache if that is None. `wait`:
+        see `ArenaPool.acquire`."""
         if linked is None and (lora := prepared.compiled.lora) is not None:
             raise UnsupportedModel(
                 f"adapter {lora.name!r} needs the compiled kernels, and this request runs without them: {uncached}"
             )
-        leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
+        leased = self.lease(linked, prepared.reuse, capacity, overlap=True, wait=wait) if linked else nullcontext()
         alone = self.model.alone.held() if self.model.alone else nullcontext()
         with alone, self.activity, self.chunks.busy(), leased as placed:
             prepared.times.ready = time.perf_counter()
@@ -253,7 +263,7 @@ class Pipeline:
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint, ends),
+            Sampler(decoding, tokens, self.model.runner.port, prepared.constraint, ends),
             TextStream(self.tokenizer, decoding.stop_strings, decoding.min_tokens),
             decoding.max_new_tokens,
             ends,
@@ -301,7 +311,8 @@ class Pipeline:
         tokens = prepared.compiled.tokens
         capacity = len(tokens) + prepared.decoding.max_new_tokens
         linked = self.linked_for(prepared)
-        with self.open(prepared, linked, capacity, self.uncached_reason(capacity)) as opened:
+        uncached, wait = self.uncached_reason(capacity), self.config.device_timeout
+        with self.open(prepared, linked, capacity, uncached, wait) as opened:
             placed = opened.placed
             logits = self.first_logits(prepared, opened)
             answer = self.begin_answer(prepared, opened)

@@ -21,7 +21,7 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import KVSource
 from keepwarm.core.results import Miss
 from keepwarm.core.spans import Exactness, MissReason, Reuse
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.pipeline.linked import Linked
@@ -98,17 +98,19 @@ class PrefixLoader:
         )
 
     @contextmanager
-    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
+    def lease(
+        self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool, wait: float
+    ) -> Iterator[Placed]:
         """Lend an arena of `capacity` positions with the prompt's stored KV, while the `with` block runs.
 
         The `with` block computes the rest and sets `computed_to`; KV up to there, and what was `generated`, is then
         stored. Under scheduled arithmetic the last step's block is stored only when `warming`, or when weaker reuse
         than `exact` may find it. With `overlap`, KV may still be on its way: then run the first step with `prefill`, or
-        call `relink` after a CorruptRun.
+        call `relink` after a CorruptRun. `wait`: see `ArenaPool.acquire`.
         """
         wanted = linked.held if reuse is not Reuse.OFF else None
         beside = None if wanted is None else self._pool.beside(wanted)
-        arena = self._pool.acquire(wanted, capacity, linked.prompt.lora)
+        arena = self._pool.acquire(wanted, capacity, linked.prompt.lora, wait=wait)
         placed = Placed(linked, reuse, capacity, warming, overlap, arena, beside=beside)
         try:
             self._fill(placed)
@@ -136,12 +138,16 @@ class PrefixLoader:
         return self.repeated(placed, lambda: self.compute(placed))
 
     def repeated(self, placed: Placed, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the result of `compute`. Relink and call it again when a stored run turns out unusable."""
+        """Return the result of `compute`. Relink and call it again when a stored run turns out unusable, or once KV
+        that nobody uses has made way for a step without memory."""
         while True:
             try:
                 return compute()
             except CorruptRun as error:
                 self.relink(placed, error)
+            except Overloaded:
+                if not self.made_way(placed):
+                    raise
 
     def compute(self, placed: Placed) -> torch.Tensor:
         """Compute the rest of a prompt without chunks, in one attempt. Return the logits after its last token,
@@ -152,6 +158,14 @@ class PrefixLoader:
         """Link and load again after a stored run turned out unusable; it is out of use by now."""
         placed.failed(error)
         self._fill(placed)
+
+    def made_way(self, placed: Placed) -> bool:
+        """Evict what is kept on the device for later, since a step of this prompt had no memory, then link and load
+        again. Return False if nothing was kept."""
+        if not self._pool.evict():
+            return False
+        self._fill(placed)
+        return True
 
     def again(self, placed: Placed) -> None:
         """Link and load again after a step that failed may have moved the recurrent state."""

@@ -44,7 +44,8 @@ def warm(
     pipeline.archive.promote(ref.run_id for ref in found if ref.tier == "disk")  # into RAM, ahead of requests
     pipeline.archive.pull(found, epoch)
     if len(stored) < len(ids) or len(at_end) < len(states[-1:]):
-        with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
+        wait = pipeline.config.device_timeout
+        with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True, wait=wait) as placed:
             pipeline.loader.prefill(placed)
             placed.computed_to = length
         reused = placed.plan.cached_tokens

@@ -21,7 +21,7 @@ from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.blend.repair import Blended
 from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.runner import Runner
-from keepwarm.runtime.sampling import Sampler, TextStream, logprobs
+from keepwarm.runtime.sampling import Choice, Sampler, TextStream, fetched, logprobs
 
 LoadFunction = Callable[[Sequence[BlockRef], TokenIds, int, KVSink], dict[str, int]]
 
@@ -119,17 +119,21 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "length"
     done: bool = False
+    there: torch.Tensor | None = None  # the last token on the model's device, `[1]`, if that is not the host
     as_generated: bool = False  # some of the prompt's ids are those that an earlier request ran
     on_result: Callable[[Generation], None] = lambda result: None
 
-    def take(self, logits: torch.Tensor) -> Piece:
-        """Choose the next token from logits `[vocab]`; `done` then tells whether it was the last.
+    def take(self, logits: torch.Tensor, choice: Choice | None = None) -> Piece:
+        """Choose the next token from logits `[vocab]`, unless the `choice` was made already. `done` then tells whether
+        it was the last.
 
         A stop token ends the answer and is in its ids, but not in its text. A stop string is not in the text either.
         """
         if self.trace is not None:
             self.trace.update(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-        token = self.sampler.next(logits)
+        chosen = fetched([self.sampler.choose(logits)])[0] if choice is None else choice
+        token, self.there = chosen.token, chosen.there
+        self.sampler.take(token)
         self.token_ids.append(token)
         if self.top is not None:
             self.logprobs.append(logprobs(logits, token, self.top))
@@ -184,4 +188,5 @@ def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, an
         yield answer.take(logits)
         if answer.done:
             return
-        logits = runner.step(token_ids(answer.token_ids[-1:]), cache, position + len(answer.token_ids) - 1)
+        last = token_ids(answer.token_ids[-1:])
+        logits = runner.step(last, cache, position + len(answer.token_ids) - 1, answer.there)

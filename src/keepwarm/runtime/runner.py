@@ -111,8 +111,9 @@ class Runner:
         ):
             yield
 
-    def step(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
-        """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it.
+    def step(self, tokens: TokenIds, cache: Cache, start: int, there: torch.Tensor | None = None) -> torch.Tensor:
+        """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it. `there` is
+        the same tokens on the model's device, if they are there.
 
         Return the logits after the last token, `[vocab]`, in the model's dtype or, with the same values, in float32.
         """
@@ -121,8 +122,9 @@ class Runner:
         if self._is_split(tokens, start):
             self.extend(tokens[:-1], cache, start)
             tokens, start = tokens[-1:], start + len(tokens) - 1
+            there = None if there is None else there[-1:]
         more = {"logits_to_keep": 1} if self._keep else {}
-        logits: torch.Tensor = self._through(self.model, tokens, cache, start, more).logits
+        logits: torch.Tensor = self._through(self.model, tokens, cache, start, more, there).logits
         return logits[0, -1].to(self.device)
 
     def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
@@ -147,7 +149,13 @@ class Runner:
         return self.serial and start > 0 and len(tokens) > 1
 
     def _through(
-        self, run: torch.nn.Module, tokens: TokenIds, cache: Cache, start: int, more: Mapping[str, Any] | None = None
+        self,
+        run: torch.nn.Module,
+        tokens: TokenIds,
+        cache: Cache,
+        start: int,
+        more: Mapping[str, Any] | None = None,
+        there: torch.Tensor | None = None,
     ) -> Any:
         """Run a step through transformers. Raises RuntimeError when it would not continue the cache's content."""
         arena = cache.arena if isinstance(cache, ArenaCache) else None
@@ -165,7 +173,8 @@ class Runner:
         own = cache.own if isinstance(cache, ArenaCache) else None
         try:
             with self._running(self.attention):
-                found = run(**self._arguments(tokens, cache if own is None else own, start), **(more or {}))
+                ids = self.port.upload(tokens.astype("int64")) if there is None else there
+                found = run(**self._arguments(ids[None], cache if own is None else own, start), **(more or {}))
         except BaseException:
             if arena is not None:  # some layers hold the step's KV already
                 arena.seek(min(start, arena.length))
@@ -236,7 +245,7 @@ class Runner:
         extra: dict[str, Any],
     ) -> torch.Tensor | None:
         """Run rows at any `positions` through transformers, with an additive mask `[1, 1, rows, positions]`."""
-        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
+        ids = self.port.upload(tokens.astype("int64"))[None]
         arguments = {
             "input_ids": ids,
             "position_ids": positions[None],
@@ -255,10 +264,9 @@ class Runner:
             out: torch.Tensor = self.model(**arguments).logits
         return out[0, -1]
 
-    def _arguments(self, tokens: TokenIds, cache: Cache | OwnCache, start: int) -> dict[str, Any]:
-        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
+    def _arguments(self, ids: torch.Tensor, cache: Cache | OwnCache, start: int) -> dict[str, Any]:
         given = {cache.name: cache.value} if isinstance(cache, OwnCache) else {self.cache_name: cache}
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **given}
         if self._positions:
-            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
+            arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
         return arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from keepwarm.core.request import Decoding
 from keepwarm.core.results import TokenLogprob
 from keepwarm.core.stops import StopStrings
 from keepwarm.runtime.constrain import Constraint
+from keepwarm.runtime.device import DevicePort
 
 
 class Occurrences(LogitsProcessor):
@@ -32,8 +34,10 @@ class Occurrences(LogitsProcessor):
         self._presence, self._frequency, self._begins = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        said, times = input_ids[0, self._begins :].unique(return_counts=True)
-        return scores.index_add(1, said, -(self._presence + self._frequency * times.to(scores.dtype))[None])
+        said = input_ids[0, self._begins :]
+        times = torch.zeros_like(scores[0]).index_add_(0, said, torch.ones_like(said, dtype=scores.dtype))
+        lowered = self._presence + self._frequency * times
+        return scores - torch.where(times > 0, lowered, 0.0)  # unlike `unique`, no call waits for the device
 
 
 class Bias(LogitsProcessor):
@@ -58,6 +62,24 @@ class NotYet(LogitsProcessor):
         return scores.index_fill(1, self._ends, -torch.inf) if input_ids.shape[1] < self._length else scores
 
 
+_NONE = -1  # instead of a token that could not be drawn
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen token."""
+
+    token: int
+    there: torch.Tensor | None = None  # the same on the model's device, `[1]`, if that is not the host
+
+
+def fetched(chosen: Sequence[int | torch.Tensor]) -> list[Choice]:
+    """Return what samplers chose. If that is on a device, the host waits for it, once for all."""
+    there = [each for each in chosen if isinstance(each, torch.Tensor)]
+    tokens = iter(torch.cat(there).cpu().tolist() if there else [])
+    return [Choice(next(tokens), each) if isinstance(each, torch.Tensor) else Choice(each) for each in chosen]
+
+
 class Sampler:
     """Chooses the tokens of one request, with transformers' logits processors and those above."""
 
@@ -65,11 +87,13 @@ class Sampler:
         self,
         params: Decoding,
         prompt: TokenIds,
-        device: torch.device,
+        port: DevicePort,
         constraint: Constraint | None = None,
         ends: frozenset[int] = frozenset(),
     ) -> None:
-        """`ends` are the tokens that end the answer. None of them is chosen before `min_tokens` tokens."""
+        """`port` is one to the device of the logits. `ends` are the tokens that end the answer. None of them is chosen
+        before `min_tokens` tokens."""
+        self._port, device = port, port.device
         self._constraint = constraint
         self._greedy = params.temperature == 0
         self._processors = LogitsProcessorList()
@@ -92,7 +116,7 @@ class Sampler:
             if params.min_p:
                 self._processors.append(MinPLogitsWarper(params.min_p))
         # only processors read the ids generated so far
-        self._ids = torch.from_numpy(prompt.astype("int64"))[None].to(device) if self._processors else None
+        self._ids = port.upload(prompt.astype("int64"))[None] if self._processors else None
         self._generator = None if self._greedy else torch.Generator(device=device)
         if self._generator is not None:
             if params.seed is not None:
@@ -100,32 +124,44 @@ class Sampler:
             else:
                 self._generator.seed()
 
-    def next(self, logits: torch.Tensor) -> int:
-        """Choose the next token from logits `[vocab]`."""
+    def choose(self, logits: torch.Tensor) -> int | torch.Tensor:
+        """Choose the next token from logits `[vocab]`. On a device the choice stays there, `[1]`, and the host does not
+        wait for it: see `fetched`. Call `take` with the token before the next choice."""
         allowed = self._constraint.allowed(len(logits)) if self._constraint is not None else None
-        if self._greedy and self._ids is None:
+        if self._port.is_host and self._greedy and self._ids is None:
             every = logits.float().cpu().numpy()  # takes a fifth of the time of torch's argmax; the same token
-            token = int((every if allowed is None else np.where(allowed, every, -np.inf)).argmax())
-        else:
+            return int((every if allowed is None else np.where(allowed, every, -np.inf)).argmax())
+        with torch.inference_mode():
             token = self._drawn(logits, allowed)
+        return int(token) if self._port.is_host else token
+
+    def take(self, token: int) -> None:
+        """Note the chosen token. Raises RuntimeError for `_NONE`."""
+        if token == _NONE:
+            raise RuntimeError(
+                "no token can be drawn, for the probability of some is not a number: expected finite logits after "
+                "temperature and penalties; raise the temperature, or look at the model's dtype"
+            )
         if self._constraint is not None:
             self._constraint.take(token)
-        return token
 
-    def _drawn(self, logits: torch.Tensor, allowed: npt.NDArray[np.bool_] | None) -> int:
-        with torch.inference_mode():
-            scores = logits[None].to(torch.float32)
-            if allowed is not None:  # first, so that top-k and top-p choose among allowed tokens
-                scores = scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
-            if self._ids is not None:
-                scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
-            if self._greedy:
-                token = scores.argmax(dim=-1)
-            else:
-                token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
-            if self._ids is not None:
-                self._ids = torch.cat([self._ids, token.view(1, 1)], dim=1)
-            return int(token)
+    def _drawn(self, logits: torch.Tensor, allowed: npt.NDArray[np.bool_] | None) -> torch.Tensor:
+        scores = logits[None].to(self._port.device, torch.float32)
+        if allowed is not None:  # first, so that top-k and top-p choose among allowed tokens
+            scores = scores.masked_fill(self._port.upload(~allowed), -torch.inf)
+        if self._ids is not None:
+            scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
+        if self._greedy:
+            token = scores.argmax(dim=-1)
+        elif self._port.is_host:
+            token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
+        else:  # what multinomial does, but for its look at the numbers, which waits for the device
+            shares = scores.softmax(dim=-1)
+            race = shares / torch.empty_like(shares).exponential_(generator=self._generator)
+            token = torch.where(shares.isfinite().all(dim=-1), race.argmax(dim=-1), _NONE)
+        if self._ids is not None:
+            self._ids = torch.cat([self._ids, token[None]], dim=1)
+        return token
 
     @property
     def ended(self) -> bool:

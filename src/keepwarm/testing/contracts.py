@@ -18,7 +18,7 @@ from keepwarm.core.blocks import Chain, TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun, Overloaded
-from keepwarm.runtime.device.plane import Plane, layout, make_planes
+from keepwarm.runtime.device.plane import Plane, Rows, fill, layout, make_planes
 from keepwarm.runtime.device.port import DevicePort
 from keepwarm.store.runfile.layout import Run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
@@ -331,6 +331,15 @@ class DeviceContract(ABC):
             data[...] = 0
             assert torch.equal(plane.tensor()[:, 7:34].cpu(), wanted[:, 3:])
 
+    def test_rows_of_a_layer_go_together(self, port: DevicePort) -> None:
+        keys, values = self.planes(port)[2:]
+        new = [self.rows(30, 2), self.rows(20, 3), self.rows(25, 4)]
+        data = [rows.view(torch.uint8).numpy().copy() for rows in new]
+        fill([Rows(keys, 0, data[0]), Rows(values, 50, data[1]), Rows(keys, 35, data[2][:, 5:])])
+        data[0][...] = data[1][...] = data[2][...] = 0
+        for plane, start, rows in ((keys, 0, new[0]), (values, 50, new[1]), (keys, 35, new[2][:, 5:])):
+            assert torch.equal(plane.tensor()[:, start : start + rows.shape[1]].cpu(), rows)
+
     def test_what_is_loaded_comes_after_what_was_computed(self, port: DevicePort) -> None:
         for number, plane in enumerate(self.planes(port)):
             old, new = self.rows(96, number), self.rows(40, 10 + number)
@@ -374,6 +383,13 @@ class DeviceContract(ABC):
             port.allocate(1 << 60)
         port.reclaim()
         assert port.allocate(4096).tensor.shape == (4096,)
+
+    def test_what_is_allocated_is_not_free(self, port: DevicePort) -> None:
+        before, memory, within = port.free_memory(), port.allocate(64 << 20), port.free_memory()
+        memory.free()
+        port.reclaim()
+        after = port.free_memory()
+        assert {before, within, after} == {None} or (before or 0) - (64 << 20) >= (within or 0) < (after or 0)
 
     def test_events_tell_time_in_order(self, port: DevicePort) -> None:
         stream = port.current()

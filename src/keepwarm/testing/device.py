@@ -30,6 +30,7 @@ from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
+_ROOM = 16 << 30  # bytes that it says it has where it has no bound
 _STREAM_BITS = 20  # low bits of a mark, for the stream that wrote; the time stands above them
 
 
@@ -224,13 +225,19 @@ class AdversarialPort(DevicePort):
             self._local.stream = before
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
-        taken = sum(memory.nbytes for memory in list(self.memories.values()))
+        taken = self._taken()
         if self.room is not None and taken + nbytes > self.room:
             raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {nbytes} bytes beside {taken}")
         tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
         memory = LateMemory(self, tensor)
         weakref.finalize(memory, tensor.fill_, _NAN)
         return memory
+
+    def free_memory(self) -> int:
+        return max(0, (_ROOM if self.room is None else self.room) - self._taken())
+
+    def _taken(self) -> int:
+        return sum(memory.nbytes for memory in list(self.memories.values()))
 
     def adopt(self, tensor: torch.Tensor) -> LateMemory:
         """Take all of a tensor's storage, which somebody else allocated, as this device's memory. It is that as long as
@@ -284,9 +291,13 @@ class AdversarialPort(DevicePort):
 
         stream.give(land)
 
-    def copy_all(self, copies: Copies, stream: Stream) -> None:
+    @property
+    def copies_by_address(self) -> bool:
+        return True
+
+    def copy_all(self, copies: Copies, stream: Stream, pinned: object = None) -> None:
         assert isinstance(stream, LateStream)
-        late = stream
+        late, held = stream, [pinned]
         plan = list(zip(copies.sources.tolist(), copies.targets.tolist(), copies.sizes.tolist(), strict=True))
 
         def land() -> None:
@@ -303,6 +314,7 @@ class AdversarialPort(DevicePort):
                 else:
                     memory.reading(late)[part] = mark >> _STREAM_BITS
                     ctypes.memmove(target, source, size)
+            held.clear()
 
         stream.give(land)
 
@@ -342,7 +354,8 @@ class AdversarialPort(DevicePort):
         return self.memories[tensor.untyped_storage().data_ptr()]
 
     def _ordered(self, written: torch.Tensor, stream: LateStream, what: str) -> bool:
-        late = [mark for mark in written.unique().tolist() if not stream.knows(mark)]
+        marks = written.flatten().unique_consecutive().unique()  # far sooner done than sorting all
+        late = [mark for mark in marks.tolist() if not stream.knows(mark)]
         if late:
             self.faults.append(f"{tuple(written.shape)} rows were {what} without waiting for who wrote them")
         return not late

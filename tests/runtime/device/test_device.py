@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime import device
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.device.plane import layout, make_planes
+from keepwarm.runtime.device.plane import Rows, fill, layout, make_planes
 from keepwarm.testing.contracts import DeviceContract
 from keepwarm.testing.device import AdversarialPort
 
@@ -178,6 +179,62 @@ def test_what_streams_of_their_own_compute_is_stored_and_reused(
     assert not any(port.faults for port in ports)
 
 
+class CountingPort(AdversarialPort):
+    """Notes its copies: how many bytes each call brings."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device)
+        self.alone: list[int] = []
+        self.together: list[int] = []
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self.alone.append(source.nbytes)
+        super().copy_in(target, source, stream)
+
+    def copy_all(self, copies: Any, stream: Any, pinned: object = None) -> None:
+        self.together.append(copies.nbytes)
+        super().copy_all(copies, stream, pinned)
+
+
+@pytest.mark.parametrize("tier", ["disk", "ram"])
+def test_a_hit_is_one_copy_per_layer(
+    tier: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Of keys and values together, from several runs in RAM."""
+    port = CountingPort(torch.device("cpu"))
+    monkeypatch.setitem(device.PORTS, "cpu", lambda _: port)
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, step=64, min_step=16) as engine:
+        for length in (130, 260):
+            engine.generate(ids(length, 4), max_new_tokens=1)
+            engine.flush()
+        cold = engine.generate(ids(300, 4), max_new_tokens=4, trace=True, reuse="off")
+        engine.pipeline.pool.forget()
+        if tier == "disk":
+            engine.pipeline.archive.clear_ram()
+        port.alone.clear()
+        port.together.clear()
+        hit = engine.generate(ids(300, 4), max_new_tokens=4, trace=True)
+        geometry = engine.pipeline.model.geometry
+    assert (hit.cached_by_tier, hit.logits_digest) == ({tier: 256}, cold.logits_digest)
+    layers = len(geometry.layers)
+    runs = len(port.together) // layers
+    assert runs == 1 if tier == "ram" else runs >= 1, "from disk, each run's layers come for themselves"
+    assert (port.alone, len(port.together)) == ([], runs * layers)
+    assert sum(port.together) == 256 * geometry.bytes_per_token
+    assert not port.faults
+
+
+def test_pinned_memory_lives_until_it_was_copied() -> None:
+    port = AdversarialPort()
+    keys, values = planes(port)[1][0]
+    data = np.ones((3, 64, 64), np.uint8)
+    fill([Rows(plane, 0, data) for plane in (keys, values)])
+    gc.collect()
+    others = [torch.zeros(2 * data.nbytes, dtype=torch.uint8) for _ in range(8)]  # would get its place
+    assert (values.tensor().view(torch.uint8) == 1).all()
+    assert len(others) == 8
+
+
 def test_a_broken_off_load_leaves_nothing_to_be_copied_in() -> None:
     """What was staged for a load that failed never lands on what came after it."""
     arena = Arena(GEOMETRY, 64, AdversarialPort())
@@ -204,7 +261,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tier", ["disk", "ram"])
 def test_loading_is_timed_by_the_device(tier: str, slow: None, tokenizer: Any, tmp_path: Path) -> None:
-    """Keys and values of two layers are copied, after their threads went on."""
+    """Two layers are copied, keys and values together, after their threads went on."""
     with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, step=64, min_step=16) as engine:
         cold = engine.generate(ids(300, 4), max_new_tokens=2)
         assert cold.timings["load"] < 1000
@@ -214,7 +271,7 @@ def test_loading_is_timed_by_the_device(tier: str, slow: None, tokenizer: Any, t
             engine.pipeline.archive.clear_ram()
         hit = engine.generate(ids(300, 4), max_new_tokens=2)
         assert hit.cached_by_tier == {tier: 256}
-        assert hit.timings["load"] >= 4 * 1000
+        assert hit.timings["load"] >= 2 * 1000
 
 
 def test_blending_is_timed_by_the_device(slow: None, tokenizer: Any) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,23 +23,14 @@ from keepwarm.runtime.arena.gap import NO_GAP, first_attended
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.in_turn import InTurn
+from keepwarm.runtime.arena.late import LateRows
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
-from keepwarm.runtime.device.plane import allocate, layout
+from keepwarm.runtime.device.plane import Staged, allocate, layout, load
 from keepwarm.runtime.native.places import Region, Sequenced
 from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.stepping import ArrivingLayers
 from keepwarm.runtime.waiting import Waiting
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Positions `[start, end)` of a layer's keys (0) or values (1) in host memory, to be copied with their layer."""
-
-    kv: int
-    start: int
-    end: int
-    bytes: torch.Tensor
 
 
 class ArenaCache(Cache):
@@ -311,17 +302,13 @@ class Arena:
         if plane.array is not None:
             return plane.array[:, start:end]
         staged = plane.stage(end - start)
-        self._staged.setdefault(layer, []).append(Staged(kv, start, end, staged))
+        self._staged.setdefault(layer, []).append(Staged(plane, start, staged))
         data: Bytes = staged.numpy()
         return data
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         plane = self.layers[layer].plane(kv)
-
-        def write(first: int, last: int) -> None:
-            plane.fill(start + first, data[:, first:last])
-
-        self.layers[layer].fill_late(start, start + data.shape[1], write)
+        self.layers[layer].fill_late(LateRows(start, start + data.shape[1], plane, data))
         if plane.array is not None and not self._is_windowed:  # only for the lean decoder, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
@@ -335,8 +322,8 @@ class Arena:
         self._in_place.map(start, end, region)
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        for part in self._staged.pop(layer, ()):
-            self.layers[layer].plane(part.kv).load(part.start, part.bytes)
+        if staged := self._staged.pop(layer, None):
+            load(staged)
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.layers[layer].plane(kv).save(start, end)

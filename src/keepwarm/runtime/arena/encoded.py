@@ -15,6 +15,7 @@ import numpy as np
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving
+from keepwarm.runtime.arena.late import LateBlock
 from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.native.places import Region
 from keepwarm.store.runfile.layout import Layout
@@ -78,7 +79,7 @@ class EncodedRows:
         for kv in (0, 1):
             for at, length in self._blocks:
                 write = partial(self._decode, layer, kv, at, length)
-                self._arena.layers[layer].fill_late(at, min(at + length, self._end), write)
+                self._arena.layers[layer].fill_late(LateBlock(at, min(at + length, self._end), write))
         self._arena.commit(layer, start, self._end)
 
     def _decode(self, layer: int, kv: int, start: int, length: int, first: int, count: int) -> None:

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from keepwarm.runtime.arena.gap import first_attended
+from keepwarm.runtime.arena.late import Late, written
 from keepwarm.runtime.device.plane import Plane
 from keepwarm.runtime.native.places import UNIT
 from keepwarm.runtime.waiting import Waiting
-
-
-@dataclass(frozen=True)
-class Late:
-    """Positions `[start, end)` that are written when they are needed; `write(a, b)` writes those from `start + a` to
-    `start + b`."""
-
-    start: int
-    end: int
-    write: Callable[[int, int], object]
-
-    def cut(self, end: int) -> Late:
-        return self if self.end <= end else replace(self, end=end)
 
 
 class ArenaLayer(CacheLayerMixin):
@@ -71,12 +58,12 @@ class ArenaLayer(CacheLayerMixin):
         assert self.planes is not None
         return self.planes[kv]
 
-    def fill_late(self, start: int, end: int, write: Callable[[int, int], object]) -> None:
-        """Let `write` (see `Late`) write the positions `[start, end)` when the layer is used.
+    def fill_late(self, part: Late) -> None:
+        """Write a part when the layer is used.
 
         Attention reads the layer's keys and values right after, while they are in the processor's cache.
         """
-        self._late.append(Late(start, end, write))
+        self._late.append(part)
 
     @property
     def is_late(self) -> bool:
@@ -90,23 +77,16 @@ class ArenaLayer(CacheLayerMixin):
         if not self._late:
             return
         if self.plane(0).port.is_host:  # not counted as waiting: attention would read these bytes anyway
-            self._write_late(start)
+            written(self._late, start, whole=True)
         else:
             with self._waiting.counted(self.plane(0).port):
-                self._write_late(start)
+                written(self._late, start, whole=True)
                 self.turn()
-
-    def _write_late(self, start: int) -> None:
-        for part in self._late:
-            if part.end > start:
-                part.write(0, part.end - part.start)
         self._late.clear()
 
     def bring(self, start: int) -> None:
         """Write deferred positions from `start` on, too. Attention still reads them where they are kept."""
-        for part in self._late:
-            if part.end > start:
-                part.write(max(0, start - part.start), part.end - part.start)
+        written(self._late, start, whole=False)
 
     def turn(self) -> None:
         """Order the calling thread's next computations after the copies under way."""

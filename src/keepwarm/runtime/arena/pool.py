@@ -10,8 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
@@ -20,19 +19,21 @@ from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.room import Cap, Line
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
 
 _ROUND = 512  # tokens; arenas have multiples of this, so that requests of similar length can use the same one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
 _KEEP_IDLE = 2  # idle arenas kept for reuse
-_LEAST_CAP = 4 << 30  # bytes
 _POLL = 0.02  # seconds
 _TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else can be evicted
 
 
 class ArenaPool:
     """Arenas of one geometry, never larger in all than `cap` bytes, including those in use and those being freed.
+
+    Who needs memory that is not there has idle arenas evicted, then waits for running requests, then is refused.
 
     `acquire` prefers the idle arena that holds most of the wanted prefix, otherwise the least recently used one. With
     `keep_encoded`, KV in full precision is kept only while a request or a background reader needs it.
@@ -49,19 +50,25 @@ class ArenaPool:
         keep_encoded: bool = False,
         form: CacheForm = PLAIN,
     ) -> None:
-        """Without a `cap` there is room for one whole context window, and at least 4 GiB."""
+        """Without a `cap` it is a share of what is free on the devices; on the host there is room for one whole context
+        window, and at least 4 GiB."""
         self.geometry = geometry
         self.port = port
-        self.cap = max(_LEAST_CAP, Arena.size(geometry, _rounded(context_window or 0))) if cap is None else cap
+        ports = form.ports(len(geometry.layers), port)
+        self._cap = Cap.of(cap, geometry, ports, Arena.size(geometry, _rounded(context_window or 0)))
+        self.cap = self._cap.nbytes
         self.evictions = 0  # arenas whose content was dropped for another request
         self._reads = reads
         self._keep_encoded = keep_encoded
         self._form = form
         self._forgotten = 0  # number of `forget` calls; content lent before the last one must not be found again
-        self._lent_at: dict[int, int] = {}  # by id of a lent arena: `_forgotten` when it was lent
+        # by id of a lent arena: `_forgotten` when it was lent, and the thread that has it
+        self._lent_at: dict[int, tuple[int, int]] = {}
         self._idle: list[Arena] = []  # oldest first
-        self._lent = 0
+        self._holders: list[int] = []  # threads that have an arena, or are about to
+        self._returned = 0  # how often an arena came back, or was read to its end
         self._changed = threading.Condition()
+        self._line = Line(self._changed)
         self._allocated = 0  # bytes, ever
         self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
         self._freed: deque[int] = deque()  # bytes not yet subtracted; the garbage collector fills it, in any thread
@@ -89,7 +96,7 @@ class ArenaPool:
     @property
     def lent(self) -> int:
         """The number of arenas in use, whose memory will come back."""
-        return self._lent
+        return len(self._holders)
 
     def stats(self) -> dict[str, int]:
         """Return blocks in idle arenas, bytes of all arenas, and the number of evictions."""
@@ -97,21 +104,41 @@ class ArenaPool:
             blocks = sum(arena.held_blocks for arena in self._idle)
             return {"blocks": blocks, "bytes": self.nbytes, "evictions": self.evictions}
 
-    def acquire(self, wanted: Held | None, capacity: int, lora: Lora | None = None) -> Arena:
+    def acquire(self, wanted: Held | None, capacity: int, lora: Lora | None = None, *, wait: float = 0.0) -> Arena:
         """Return an arena of at least `capacity` positions, for this caller alone until `release`; if possible, one
         that holds much of what is `wanted`. Its steps compute with the adapter `lora`.
 
         The caller may write into it only after `wait_readers`. An arena that is still being read where the caller will
-        write is not used: another one, with a copy of the shared part, costs less than waiting for a disk. Raises
-        PromptTooLong when `capacity` never fits under the cap, and Overloaded when it does not fit beside the running
-        requests.
+        write is not used: another one, with a copy of the shared part, costs less than waiting for a disk. Memory that
+        running requests hold is waited for, at most `wait` seconds, in the order of the calls; if all of them are
+        streams of this thread, not at all. Raises PromptTooLong when `capacity` never fits under the cap, and
+        Overloaded when it does not fit beside the running requests.
         """
         need = self._size(_rounded(capacity))
         if need > self.cap:
             raise PromptTooLong(
-                f"{capacity} positions of KV take {need} bytes on the device, and max_device is {self.cap}: "
+                f"{capacity} positions of KV take {need} bytes on the device, and {self._cap.meaning}: "
                 "shorten the prompt, lower max_new_tokens, or raise max_device"
             )
+        began = time.monotonic()
+        until = began + wait
+        with self._line.place(until) if wait and self._is_others() else nullcontext():
+            while True:
+                returned = self._returned
+                try:
+                    arena, forgotten = self._taken(wanted, capacity, need)
+                    break
+                except Overloaded:
+                    if not self.evict() and not self._await_return(returned, until, began):
+                        raise
+        arena.arrivals.reads = self._reads
+        arena.lora = lora
+        with self._changed:
+            self._lent_at[id(arena)] = forgotten, threading.get_ident()
+        return arena
+
+    def _taken(self, wanted: Held | None, capacity: int, need: int) -> tuple[Arena, int]:
+        """Do what `acquire` does, without waiting for running requests. Return `_forgotten` as of the choice, too."""
         with self._changed:
             forgotten = self._forgotten
             best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
@@ -120,21 +147,49 @@ class ArenaPool:
             if best is not None and best.capacity >= capacity and not is_read:
                 self._idle.remove(best)
                 self.evictions += bool(best.held_tokens and not kept)
-                arena, source = best, None
-            else:
-                source = self._make_room(need, best if kept else None)
-                arena = None
-        if arena is None:
+                self._holders.append(threading.get_ident())
+                return best, forgotten
+            source = self._make_room(need, best if kept else None)
+            self._holders.append(threading.get_ident())
+        try:
             arena = self._made(_rounded(capacity))
+            if source is not None:
+                arena.take_over(source, kept)
+        except BaseException as error:
+            with self._changed:
+                self._holders.remove(threading.get_ident())
+                if source is not None:
+                    self._restore(source, forgotten)
+                self._changed.notify_all()
+            if isinstance(error, Overloaded):
+                books = f"{self.lent} running requests and what is kept take {self.nbytes} bytes; {self._cap.meaning}"
+                raise Overloaded(f"{error} ({books})") from error
+            raise
         if source is not None:
-            arena.take_over(source, kept)
             self._put_back(source, forgotten, keep=is_read)
-        arena.arrivals.reads = self._reads
-        arena.lora = lora
+        return arena, forgotten
+
+    def _is_others(self) -> bool:
+        """Whether another thread has an arena, which it may give back."""
+        me = threading.get_ident()
         with self._changed:
-            self._lent += 1
-            self._lent_at[id(arena)] = forgotten
-        return arena
+            return any(thread != me for thread in self._holders)
+
+    def _await_return(self, seen: int, until: float, began: float) -> bool:
+        """Wait until memory came back since `_returned` was `seen`. Return False if that will not be, or not until this
+        time."""
+        with self._changed:
+            if self._is_read():
+                until = max(until, began + _TIMEOUT)
+            self._changed.wait_for(
+                lambda: self._returned != seen or not (self._is_read() or self._is_others()),
+                max(0.0, until - time.monotonic()),
+            )
+            return self._returned != seen
+
+    def _is_read(self) -> bool:
+        """Whether background readers have idle arenas, for the time of a copy."""
+        return any(arena.pins for arena in self._idle)
 
     def wait_readers(self, arena: Arena, start: int) -> None:
         """Wait until no background reader needs positions from `start` on (one copy of KV, milliseconds)."""
@@ -145,15 +200,16 @@ class ArenaPool:
     def release(self, arena: Arena) -> None:
         """Give an arena back. The oldest idle ones beyond the kept number are freed."""
         with self._changed:
-            self._lent -= 1
-            if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
+            lent_at, thread = self._lent_at.pop(id(arena))
+            self._holders.remove(thread)
+            if lent_at != self._forgotten:
                 arena.seek(0)
             arena.states.taken.clear()
             arena.lora = None
             if not arena.arrivals.lost:
                 self._idle.append(arena)
             self._trim()
-            self._changed.notify_all()
+            self._came_back()
 
     def pin(self, arena: Arena, end: int) -> None:
         """Keep the arena's content below `end` for a background reader."""
@@ -164,7 +220,7 @@ class ArenaPool:
         with self._changed:
             arena.pins.remove(end)
             self._trim()
-            self._changed.notify_all()
+            self._came_back()
 
     def peek(self, wanted: Held) -> int:
         """Return how many leading tokens of what is wanted an idle arena holds. Changes nothing."""
@@ -205,8 +261,8 @@ class ArenaPool:
                 source = None if victim is source else source
             elif not self._idle or time.monotonic() > deadline:
                 raise Overloaded(
-                    f"{need} bytes of KV are wanted on the device, and {self.cap - self.nbytes} of max_device "
-                    f"({self.cap}) are free beside {self._lent} running requests: ask again later, or raise max_device"
+                    f"{need} bytes of KV are wanted on the device, and {self.cap - self.nbytes} are free beside "
+                    f"{self.lent} running requests ({self._cap.meaning}): ask again later, or raise max_device"
                 )
             else:  # background readers use all idle arenas, for the time of a copy
                 self._changed.wait(_POLL)
@@ -223,41 +279,47 @@ class ArenaPool:
 
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """Make a new arena. Its bytes are accounted for already."""
-        made = partial(
-            Arena, self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded, form=self._form
-        )
         try:
-            try:
-                arena = made()
-            except Overloaded:  # other programs use the device, too; idle arenas matter less than this request
-                self._drop_idle()
-                arena = made()
+            arena = Arena(
+                self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded, form=self._form
+            )
         except BaseException:
-            self._freed.append(Arena.size(self.geometry, capacity))
+            self._freed.append(self._size(capacity))
             raise
         for memory, nbytes in arena.memories:
             weakref.finalize(memory.owner, self._freed.append, nbytes)
         return arena
 
-    def _drop_idle(self) -> None:
+    def evict(self) -> bool:
+        """Free all idle arenas that nobody reads: a running request matters more. Return False if there was none."""
         with self._changed:
-            for arena in [arena for arena in self._idle if not arena.pins]:
+            free = [arena for arena in self._idle if not arena.pins]
+            for arena in free:
                 self._idle.remove(arena)
                 self._give_up(arena)
-        for port in (self.port, *self._form.others.values()):
+        for port in (self.port, *self._form.others.values()) if free else ():
             port.reclaim()
+        return bool(free)
+
+    def _came_back(self) -> None:
+        self._returned += 1
+        self._changed.notify_all()
 
     def _put_back(self, arena: Arena, taken_at: int, *, keep: bool) -> None:
         """Give back an arena that was copied. Free it, unless it is to be kept or a background reader uses it."""
         with self._changed:
-            if taken_at != self._forgotten:
-                arena.seek(0)
             if keep or arena.pins:
-                self._idle.append(arena)
+                self._restore(arena, taken_at)
             else:
                 arena.free()
             self._trim()
-            self._changed.notify_all()
+            self._came_back()
+
+    def _restore(self, arena: Arena, taken_at: int) -> None:
+        """Make an arena idle again that was taken to be copied."""
+        if taken_at != self._forgotten:
+            arena.seek(0)
+        self._idle.append(arena)
 
     def _trim(self) -> None:
         """Free the oldest idle arenas beyond the kept number, except those being read."""

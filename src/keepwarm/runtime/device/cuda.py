@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
 from keepwarm.runtime.device.copies import Copies
-from keepwarm.runtime.device.cuda_copies import runner
+from keepwarm.runtime.device.cuda_copies import is_there, runner
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _WIDE = 8  # bytes that a kernel moves at once, if rows allow it
@@ -55,6 +58,8 @@ class CudaPort(DevicePort):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.inbound, self.outbound = self.stream(), self.stream()
+        self._used: deque[tuple[Event, object]] = deque()  # pinned memory, and when its copies are done
+        self._using = threading.Lock()
 
     def current(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.device))
@@ -79,10 +84,25 @@ class CudaPort(DevicePort):
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)
 
-    def copy_all(self, copies: Copies, stream: Stream) -> None:
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def copies_by_address(self) -> bool:
+        return is_there()
+
+    def copy_all(self, copies: Copies, stream: Stream, pinned: object = None) -> None:
         assert isinstance(stream, CudaStream)
-        with self.on(stream):  # makes this device the current one, too, in a thread that has used none
-            runner()(copies, stream.native.cuda_stream)
+        try:
+            with self.on(stream):  # makes this device the current one, too, in a thread that has used none
+                runner()(copies, stream.native.cuda_stream)
+        finally:  # after an error a part of them may be queued
+            with self._using:
+                if pinned is not None:  # torch's allocator does not know of these copies
+                    self._used.append((stream.record(), pinned))
+                while self._used and self._used[0][0].is_past():
+                    self._used.popleft()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy. Rows of several heads are apart on the device: torch gathers or scatters them there, with one copy."""
@@ -91,6 +111,9 @@ class CudaPort(DevicePort):
 
     def reclaim(self) -> None:
         torch.cuda.empty_cache()
+
+    def free_memory(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
 
 def _widened(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

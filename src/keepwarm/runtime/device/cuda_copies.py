@@ -31,6 +31,15 @@ def runner() -> Run:
     return batches(driver) or one_by_one(driver)
 
 
+@cache
+def is_there() -> bool:
+    """Whether plans can be run: the driver's library is found, or vLLM's kernels."""
+    try:
+        return bool(runner())
+    except (OSError, AttributeError):  # not NVIDIA's, or not on Linux
+        return False
+
+
 def batches(driver: Any) -> Run | None:
     """Return `cuMemcpyBatchAsync` of the driver's library, None if it has none."""
     found, name = ctypes.c_void_p(), b"cuMemcpyBatchAsync"

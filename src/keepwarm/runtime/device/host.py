@@ -75,7 +75,7 @@ class HostPort(OneStreamPort):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(torch.device("cpu") if device is None else device, HostStream())
 
-    def copy_all(self, copies: Copies, stream: Stream) -> None:
+    def copy_all(self, copies: Copies, stream: Stream, pinned: object = None) -> None:
         for source, target, size in zip(copies.sources, copies.targets, copies.sizes, strict=True):
             ctypes.memmove(int(target), int(source), int(size))
 

@@ -41,3 +41,8 @@ class MpsPort(OneStreamPort):
 
     def reclaim(self) -> None:
         torch.mps.empty_cache()
+
+    def free_memory(self) -> int | None:
+        """Return what is left of the system's advice. Processor and device share their memory, so nothing is free for
+        one of them alone."""
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
+from keepwarm.runtime.device.copies import Copies, Numbers
 from keepwarm.runtime.device.port import DevicePort, Memory, Stream
 
 _ALIGN = 4096  # bytes; every plane starts on a page
@@ -117,10 +119,12 @@ class Plane:
         """Copy any bytes `[kv_heads, n, head_bytes]` to the positions `start ...`; they may change right after."""
         if self.array is not None:
             self._bytes[:, start : start + data.shape[1]].copy_(torch.from_numpy(data))
-            return
-        staged = self.stage(data.shape[1])
-        staged.numpy()[...] = data
-        self.load(start, staged)
+        else:
+            fill([Rows(self, start, data)])
+
+    def addresses(self, start: int) -> Numbers:
+        """Return the address of each head's bytes at a position."""
+        return self.address + start * self.head_bytes + self.head_stride * np.arange(self.shape[0], dtype=np.int64)
 
     def save(self, start: int, end: int) -> Bytes:
         """Return bytes `[kv_heads, end - start, head_bytes]` of the positions `[start, end)`, from any thread: in place
@@ -135,6 +139,60 @@ class Plane:
         outbound.record().synchronize()
         copied: Bytes = target.numpy()
         return copied
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Bytes `[kv_heads, n, head_bytes]` in the host's memory that belong at the positions `start ...` of a plane."""
+
+    plane: Plane
+    start: int
+    bytes: Bytes
+
+
+def fill(parts: Sequence[Rows]) -> None:
+    """Copy rows of one layer to its device, through pinned memory and together. They may change right after."""
+    port = parts[0].plane.port
+    memory = port.pinned(sum(part.bytes.nbytes for part in parts))
+    staged, at = [], 0
+    for part in parts:
+        held = memory[at : at + part.bytes.nbytes].view(part.bytes.shape)
+        held.numpy()[...] = part.bytes
+        staged.append(Staged(part.plane, part.start, held))
+        at += part.bytes.nbytes
+    load(staged)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Pinned bytes, `[kv_heads, n, head_bytes]`, that belong at the positions `start ...` of a plane."""
+
+    plane: Plane
+    start: int
+    bytes: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.bytes.shape[1]
+
+
+def load(parts: Sequence[Staged]) -> None:
+    """Queue the copies of staged bytes of one layer to its device, as one where the device takes them by address. They
+    must not change until that is done."""
+    port = parts[0].plane.port
+    if not port.copies_by_address:
+        for part in parts:
+            part.plane.load(part.start, part.bytes)
+        return
+    there, here, sizes = [], [], []
+    for part in parts:
+        part.plane.turns.take(port.inbound)
+        heads, count, width = part.bytes.shape
+        there.append(part.plane.addresses(part.start))
+        here.append(part.bytes.data_ptr() + count * width * np.arange(heads))
+        sizes.append(np.full(heads, count * width))
+    plan = Copies.between(*map(np.concatenate, (there, here, sizes)), inward=True)
+    port.copy_all(plan, port.inbound, [part.bytes for part in parts])
 
 
 def layout(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, int, int]], list[int]]:

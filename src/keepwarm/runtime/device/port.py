@@ -15,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from errno import ENOMEM
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+import numpy.typing as npt
 import torch
 
 from keepwarm.errors import Overloaded, UnsupportedModel
@@ -125,9 +126,19 @@ class DevicePort(ABC):
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
         """Queue in a stream the copy of `source` on the device into `target`, pinned bytes of the same shape."""
 
-    def copy_all(self, copies: Copies, stream: Stream) -> None:
-        """Queue in a stream copies between pinned host memory and any memory of the device, by address. Raises
-        UnsupportedModel where addresses mean nothing to the host."""
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return a copy of an array on the device, for the calling thread's next computations. The host does not wait
+        where it need not. The array may change right after."""
+        return torch.from_numpy(array).to(self.device, copy=True)
+
+    @property
+    def copies_by_address(self) -> bool:
+        """Whether `copy_all` works, and many copies should go through it."""
+        return False
+
+    def copy_all(self, copies: Copies, stream: Stream, pinned: object = None) -> None:
+        """Queue in a stream copies between pinned host memory and any memory of the device, by address. What is given
+        as `pinned` lives until they are done. Raises UnsupportedModel where addresses mean nothing to the host."""
         raise UnsupportedModel(f"memory of {self.device} cannot be copied by address")
 
     def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
@@ -147,6 +158,11 @@ class DevicePort(ABC):
         """Return freed memory to the system, so that the next allocation can use it."""
         return
 
+    def free_memory(self) -> int | None:
+        """Return the bytes that nobody has, ourselves and other programs included; None if the device does not tell.
+        Freed memory counts once it is reclaimed."""
+        return None
+
     @contextmanager
     def memory_for(self, what: str) -> Iterator[None]:
         """Run the `with` block. If memory runs out, raise Overloaded, which says for `what`."""
@@ -155,9 +171,11 @@ class DevicePort(ABC):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            free = self.free_memory()
+            said = "" if free is None else f"; {free} bytes are free"
             raise Overloaded(
-                f"{self.device} has no memory left for {what} ({str(error).strip().splitlines()[0]}): ask again later, "
-                "lower max_device or max_pages, or run fewer requests at once"
+                f"{self.device} has no memory left for {what} ({str(error).strip().splitlines()[0]}{said}): ask again "
+                "later, lower max_device or max_pages, or run fewer requests at once"
             ) from error
 
 

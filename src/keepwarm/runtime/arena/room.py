@@ -1,0 +1,75 @@
+"""How much of the devices' memory arenas may take, and the line of requests that wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.runtime.device import DevicePort
+
+SHARE = 0.75  # of what is free on a device; the rest is for what steps compute, and for the pages of a batch
+_LEAST_CAP = 4 << 30  # bytes, where nothing says what is free
+
+
+@dataclass(frozen=True)
+class Cap:
+    """A byte cap of arenas, and what it is, in words for errors."""
+
+    nbytes: int
+    meaning: str
+
+    @classmethod
+    def of(cls, asked: int | None, geometry: KVGeometry, ports: Sequence[DevicePort], window: int) -> Cap:
+        """Return the cap that was `asked` for. By default it is a share of what is free on the devices of the layers,
+        which have these ports; on the host there is room for `window` bytes, and at least 4 GiB."""
+        if asked is not None:
+            return cls(asked, f"max_device is {asked}")
+        found = _from_free_memory(geometry, ports)
+        if found is None:
+            nbytes = max(_LEAST_CAP, window)
+            return cls(nbytes, f"max_device is {nbytes} by default")
+        nbytes, where = found
+        share = f"{SHARE:.0%} of what was free on {where} when the engine was made"
+        return cls(nbytes, f"max_device is {nbytes}, by default {share}")
+
+
+def _from_free_memory(geometry: KVGeometry, ports: Sequence[DevicePort]) -> tuple[int, str] | None:
+    """Return the bytes of all layers together, and the device that allows no more; None if no device says."""
+    sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in geometry.layers]
+    found = []
+    for port in dict.fromkeys(ports):
+        part = sum(size for size, each in zip(sizes, ports, strict=True) if each is port)
+        port.reclaim()  # what loading took and freed is free for arenas
+        free = port.free_memory()
+        if free is not None and part:
+            found.append((int(free * SHARE) * sum(sizes) // part, str(port.device)))
+    return min(found, default=None)
+
+
+class Line:
+    """Requests that wait for memory, in the order in which they came."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        """`changed` is notified whenever somebody leaves."""
+        self._changed = changed
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def place(self, until: float) -> Iterator[None]:
+        """Have a place in the line while the `with` block runs. It begins when those before have left, or at a time
+        (of `time.monotonic`)."""
+        mine = object()
+        with self._changed:
+            self._waiting.append(mine)
+            self._changed.wait_for(lambda: self._waiting[0] is mine, max(0.0, until - time.monotonic()))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.remove(mine)
+                self._changed.notify_all()
