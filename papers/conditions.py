@@ -169,7 +169,7 @@ class Conditions:
             times = Times(started, rendered, linked)
             decoding = Decoding(max_new_tokens=self.max_new_tokens)
             grown = Answer(
-                Sampler(decoding, cut.tokens, runner.device),
+                Sampler(decoding, cut.tokens, runner.port),
                 TextStream(engine.pipeline.tokenizer, ()),
                 self.max_new_tokens,
                 engine.pipeline.model.stop_tokens | engine.pipeline.adapter.stop_tokens,
