@@ -13,7 +13,9 @@ from benchmarks import gpu
 from benchmarks.acceptance.models import FAMILIES
 
 from keepwarm.runtime.device import PORTS
-from keepwarm.runtime.device.plane import Plane
+from keepwarm.runtime.device.copies import Copies
+from keepwarm.runtime.device.port import Stream
+from keepwarm.testing.device import AdversarialPort
 
 pytestmark = [pytest.mark.slow, pytest.mark.host_memory("the script takes that device itself")]
 
@@ -42,13 +44,14 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_wait_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Plane.load
+    copy_all = AdversarialPort.copy_all
 
-    def hasty(self: Plane, start: int, staged: torch.Tensor) -> None:
-        load(self, start, staged)
-        staged.zero_()  # before the copy is done
+    def hasty(port: AdversarialPort, copies: Copies, stream: Stream, pinned: list[torch.Tensor]) -> None:
+        copy_all(port, copies, stream, pinned)
+        for staged in pinned:
+            staged.zero_()  # before the copy is done
 
-    monkeypatch.setattr(Plane, "load", hasty)
+    monkeypatch.setattr(AdversarialPort, "copy_all", hasty)
     ended, lines = run(tmp_path, "--part", "checks", "--family", "dense", "--dtype", "float32")
     assert ended == 1
     assert lines[-1]["wrong"] == "plain: RAM"
