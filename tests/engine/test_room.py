@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +17,10 @@ from tests.helpers.models import tiny
 from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
+from keepwarm.core.blocks import token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
+from keepwarm.pipeline.shadow import Shadow
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.arena.room import Cap
@@ -149,6 +157,108 @@ def test_who_waited_long_enough_is_refused_by_numbers(tokenizer: Any) -> None:
                 refused.result(SECONDS)
         running.close()
         assert engine.generate(ids(50, 2), max_new_tokens=1).token_ids
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def full() -> ArenaPool:
+    """A pool with room for one arena."""
+    geometry = KVGeometry.uniform(2, 2, 4, "float32")
+    return ArenaPool(geometry, HostPort(), cap=Arena.size(geometry, 512))
+
+
+def waiting(pool: ArenaPool) -> Callable[[], bool]:
+    """Whether somebody waits for what others hold."""
+
+    def is_so() -> bool:
+        try:
+            pool.make_way()
+        except Overloaded:
+            return True
+        return False
+
+    return is_so
+
+
+def test_who_asks_again_at_once_comes_after_who_waits(full: ArenaPool) -> None:
+    order, mine = [], full.acquire(None, 512)
+
+    def other() -> None:
+        arena = full.acquire(None, 512, wait=SECONDS)
+        order.append("other")
+        full.release(arena)
+
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(other)
+        until(waiting(full))
+        with full._changed:  # so that the other cannot be quicker
+            full.release(mine)
+            mine = full.acquire(None, 512, wait=SECONDS)
+        order.append("mine")
+        full.release(mine)
+        done.result(SECONDS)
+    assert order == ["other", "mine"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal is sent to a thread there")
+def test_who_is_interrupted_in_the_line_leaves_it(full: ArenaPool) -> None:
+    with ThreadPoolExecutor(1) as holder, ThreadPoolExecutor(1) as waiter:
+        arena = holder.submit(full.acquire, None, 512).result(SECONDS)
+        first = waiter.submit(full.acquire, None, 512, wait=SECONDS)
+        until(waiting(full))
+        alarm = threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+
+        def interrupted() -> None:
+            alarm.start()
+            full.acquire(None, 512, wait=SECONDS)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert len(full._line) == 1
+        full.release(arena)
+        full.release(first.result(SECONDS))
+    assert len(full._line) == full.lent == 0
+
+
+def test_memory_that_is_freed_later_than_its_arena_came_back_is_noticed() -> None:
+    geometry = KVGeometry.uniform(2, 2, 4, "float32")
+    pool = ArenaPool(geometry, HostPort(), cap=2 * Arena.size(geometry, 512))
+    with ThreadPoolExecutor(1) as holder, ThreadPoolExecutor(1) as waiter:
+        other = holder.submit(pool.acquire, None, 512).result(SECONDS)
+        mine = pool.acquire(None, 512)
+        asked = waiter.submit(pool.acquire, None, 512, wait=SECONDS)
+        until(waiting(pool))
+        mine.arrivals.lost = True  # nobody uses it again
+        pool.release(mine)
+        time.sleep(0.05)
+        del mine
+        gc.collect()
+        pool.release(asked.result(SECONDS / 2))
+        pool.release(other)
+
+
+def test_idle_work_gives_its_arena_to_a_request(tokenizer: Any) -> None:
+    """It pauses while a request runs, so the request would wait for what waits for it."""
+    model = tiny("gpt2")
+    with Engine.from_pretrained((model, tokenizer), **ROOM) as free:
+        cold = free.generate(ids(100, 2), max_new_tokens=4, trace=True, reuse="off")
+        one = Arena.size(free.pipeline.model.geometry, 512)
+    more: dict[str, Any] = {"max_device": one, "device_timeout": SECONDS, "shadow": 1.0}
+    with Engine.from_pretrained((model, tokenizer), **more, **ROOM) as engine, ThreadPoolExecutor(1) as thread:
+        chunks, runner = engine.pipeline.chunks, engine.pipeline.model.runner
+        with runner.lock:  # idle work has its arena, and is about to run a step
+            chunks._sample(Shadow(token_ids(ids(100, 1)), (1, 2), torch.zeros(runner.vocabulary)))
+            until(lambda: engine.pipeline.pool.lent == 1)
+            asked = thread.submit(engine.generate, ids(100, 2), max_new_tokens=4, trace=True)
+            until(waiting(engine.pipeline.pool))
+        assert asked.result(SECONDS / 2).logits_digest == cold.logits_digest
+        assert chunks.stats()["failed"] == 1
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "batch"])

@@ -48,6 +48,14 @@ def test_nothing_is_drawn_from_what_is_no_number(port: device.DevicePort) -> Non
         sampler.take(fetched([sampler.choose(row)])[0].token)
 
 
+def test_a_token_without_a_share_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a device's random numbers can be 0."""
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda times, **_: times.zero_())
+    row = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(Decoding(temperature=1.0, seed=1, top_k=1), token_ids(ids(30, 1)), AdversarialPort())
+    assert fetched([sampler.choose(row)])[0].token == row.argmax()
+
+
 class CountingPort(AdversarialPort):
     """Counts what is brought to it."""
 

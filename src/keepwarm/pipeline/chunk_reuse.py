@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 NEUTRAL = "You are a helpful assistant. Answer from the documents below."
 _TOGETHER = 4  # chunks handed to the archive before waiting for it: it turns down what it cannot queue
+_LOOK = 0.1  # seconds after which paused idle work looks whether a request waits for its arena
 _WAITING = 256  # chunks that may wait to be computed; further ones are ignored
 
 
@@ -344,7 +345,8 @@ class Chunks:
     def _wait_turn(self, idle: bool) -> None:
         if idle:
             with self._changed:
-                self._changed.wait_for(lambda: self._active == 0 or self._closed)
+                while not self._changed.wait_for(lambda: self._active == 0 or self._closed, _LOOK):
+                    self._pool.make_way()
             if self._closed:
                 raise _Closed
 

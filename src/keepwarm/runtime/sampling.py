@@ -63,6 +63,7 @@ class NotYet(LogitsProcessor):
 
 
 _NONE = -1  # instead of a token that could not be drawn
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Sampler:
             token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
         else:  # what multinomial does, but for its look at the numbers, which waits for the device
             shares = scores.softmax(dim=-1)
-            race = shares / torch.empty_like(shares).exponential_(generator=self._generator)
+            times = torch.empty_like(shares).exponential_(generator=self._generator)
+            race = shares / times.clamp_min_(_TINY)  # a time of 0 would let a token win that has no share
             token = torch.where(shares.isfinite().all(dim=-1), race.argmax(dim=-1), _NONE)
         if self._ids is not None:
             self._ids = torch.cat([self._ids, token[None]], dim=1)

@@ -69,6 +69,7 @@ class ArenaPool:
         self._returned = 0  # how often an arena came back, or was read to its end
         self._changed = threading.Condition()
         self._line = Line(self._changed)
+        self._awaited = 0  # requests that wait for what others hold
         self._allocated = 0  # bytes, ever
         self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
         self._freed: deque[int] = deque()  # bytes not yet subtracted; the garbage collector fills it, in any thread
@@ -122,14 +123,14 @@ class ArenaPool:
             )
         began = time.monotonic()
         until = began + wait
-        with self._line.place(until) if wait and self._is_others() else nullcontext():
+        with self._line.place(until) if wait and self._must_queue() else nullcontext():
             while True:
-                returned = self._returned
+                returned, had = self._returned, self.nbytes
                 try:
                     arena, forgotten = self._taken(wanted, capacity, need)
                     break
                 except Overloaded:
-                    if not self.evict() and not self._await_return(returned, until, began):
+                    if not self.evict() and not self._await_return(returned, had, until, began):
                         raise
         arena.arrivals.reads = self._reads
         arena.lora = lora
@@ -169,23 +170,40 @@ class ArenaPool:
             self._put_back(source, forgotten, keep=is_read)
         return arena, forgotten
 
+    def _must_queue(self) -> bool:
+        """Whether others may have a right to memory before this thread. Who has an arena himself does not queue behind
+        those that wait for it."""
+        with self._changed:
+            return self._is_others() or (len(self._line) > 0 and not self._holders)
+
     def _is_others(self) -> bool:
         """Whether another thread has an arena, which it may give back."""
         me = threading.get_ident()
         with self._changed:
             return any(thread != me for thread in self._holders)
 
-    def _await_return(self, seen: int, until: float, began: float) -> bool:
-        """Wait until memory came back since `_returned` was `seen`. Return False if that will not be, or not until this
-        time."""
+    def _await_return(self, seen: int, had: int, until: float, began: float) -> bool:
+        """Wait until memory came back since `_returned` was `seen`, and arenas took `had` bytes. Return False if that
+        will not be, or not until this time."""
+
+        def is_back() -> bool:
+            return self._returned != seen or self.nbytes < had
+
         with self._changed:
             if self._is_read():
                 until = max(until, began + _TIMEOUT)
-            self._changed.wait_for(
-                lambda: self._returned != seen or not (self._is_read() or self._is_others()),
-                max(0.0, until - time.monotonic()),
-            )
-            return self._returned != seen
+            self._awaited += 1
+            try:
+                while not is_back() and (self._is_read() or self._is_others()) and time.monotonic() < until:
+                    self._changed.wait(_POLL)  # nobody notifies of memory that is freed with its last reader
+            finally:
+                self._awaited -= 1
+            return is_back()
+
+    def make_way(self) -> None:
+        """Raise Overloaded if a request waits for memory, to end work with an arena that no answer needs."""
+        if self._awaited:
+            raise Overloaded("requests wait for KV memory of the device, so idle work gives back what it has")
 
     def _is_read(self) -> bool:
         """Whether background readers have idle arenas, for the time of a copy."""

@@ -59,6 +59,9 @@ class Line:
         self._changed = changed
         self._waiting: deque[object] = deque()
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     @contextmanager
     def place(self, until: float) -> Iterator[None]:
         """Have a place in the line while the `with` block runs. It begins when those before have left, or at a time
@@ -66,8 +69,9 @@ class Line:
         mine = object()
         with self._changed:
             self._waiting.append(mine)
-            self._changed.wait_for(lambda: self._waiting[0] is mine, max(0.0, until - time.monotonic()))
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting[0] is mine, max(0.0, until - time.monotonic()))
             yield
         finally:
             with self._changed:
