@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -206,7 +206,16 @@ def test_who_asks_again_at_once_comes_after_who_waits(full: ArenaPool) -> None:
     assert order == ["other", "mine"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also in a worker of pytest-xdist, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no signal is sent to a thread there")
+@pytest.mark.usefixtures("interruptible")
 def test_who_is_interrupted_in_the_line_leaves_it(full: ArenaPool) -> None:
     with ThreadPoolExecutor(1) as holder, ThreadPoolExecutor(1) as waiter:
         arena = holder.submit(full.acquire, None, 512).result(SECONDS)

@@ -11,6 +11,7 @@ from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_module
 from tests.helpers import away
 from tests.helpers.every_model import make
+from tests.helpers.poison import drop
 from tests.helpers.prompts import ids
 
 from keepwarm import Engine
@@ -56,11 +57,7 @@ def check(model: Any, tokenizer: Any, store: Path) -> None:
         first = answer(engine, PROMPT)
         assert (first.cached_tokens, first.logits_digest) == (0, cold[tuple(PROMPT)])
         for tier in ("device", "ram", "disk"):
-            engine.flush()
-            if tier != "device":
-                engine.pipeline.pool.forget()
-            if tier == "disk":
-                engine.pipeline.archive.clear_ram()
+            drop(engine, tier)
             edited = answer(engine, EDITED)
             assert edited.logits_digest == cold[tuple(EDITED)]
             assert edited.exactness == "exact"

@@ -12,6 +12,7 @@ import torch
 from tests.helpers.lean_families import lean_family
 from tests.helpers.models import tiny
 from tests.helpers.on_triton import SMALL
+from tests.helpers.poison import drop
 from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
@@ -69,11 +70,7 @@ def test_hits_have_the_bits_of_a_cold_run_at_any_token(name: str, port: None, to
         first = ask(engine, PROMPT)
         assert (first.cached_tokens, first.logits_digest) == (0, cold.logits_digest)
         for tier in ("device", "ram", "disk"):
-            engine.flush()
-            if tier != "device":
-                engine.pipeline.pool.forget()
-            if tier == "disk":
-                engine.pipeline.archive.clear_ram()
+            drop(engine, tier)
             found = ask(engine, EDITED)
             assert (found.exactness, found.logits_digest) == ("exact", edited.logits_digest)
             assert found.cached_tokens >= 45
