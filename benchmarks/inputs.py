@@ -7,10 +7,20 @@ from pathlib import Path
 
 from benchmarks.plan import Step
 
-NOT_CODE = ("benchmarks/results", "docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github")
+NOT_CODE = (
+    *("benchmarks/results", "papers/results", "tests/stress"),
+    *("docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github"),
+)
 RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
 TESTS = "tests/*/test_*.py"  # some programs use tests/helpers
 FOLDERS = ("benchmarks", "benchmarks/peers")  # where programs lie, and what they import
+APART = {  # folders that few programs use, and the word by which these name them
+    "benchmarks/acceptance": "acceptance",
+    "papers": "papers",
+    "papers/nope*": "nope",
+    "src/keepwarm/runtime/gpu_kernels": "gpu_kernels",
+    "src/keepwarm/serving/web": "chromium",
+}
 PACKAGES = {"vllm"}  # who imports this name means the package, and not the program beside it
 _NAMED = re.compile(r"(?:^|[/\s\"\'])(\w+)\.py\b")  # programs run others by their files' names
 _IMPORTED = re.compile(r"^\s*(?:from|import) (?:benchmarks\.)?(?:peers\.)?(\w+)", re.MULTILINE)
@@ -18,11 +28,14 @@ _IMPORTED = re.compile(r"^\s*(?:from|import) (?:benchmarks\.)?(?:peers\.)?(\w+)"
 
 def not_read_by(step: Step, root: Path) -> tuple[str, ...]:
     """What may differ between two commits that are the same code to a step, as paths that git excludes: documents,
-    results, what runs the steps, tests unless the step runs them, and programs that none of its own uses."""
+    results, what runs the steps, tests unless the step runs them, and programs and folders that its own do not use."""
     tests = () if any("make test" in command for command in step.commands) else (TESTS,)
     programs = {file.relative_to(root).as_posix() for each in FOLDERS for file in (root / each).glob("*.py")}
-    others = programs - _used(step, root) | RUNNER
-    return tuple(f":(exclude){path}" for path in (*NOT_CODE, *tests, "tests/test_*.py", *sorted(others)))
+    used = _used(step, root)
+    text = "".join((root / name).read_text(encoding="utf-8") for name in used)
+    apart = [folder for folder, word in APART.items() if word not in text]
+    others = sorted(programs - used | RUNNER)
+    return tuple(f":(exclude){path}" for path in (*NOT_CODE, *tests, "tests/test_*.py", *apart, *others))
 
 
 def _used(step: Step, root: Path) -> set[str]:

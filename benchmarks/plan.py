@@ -298,15 +298,3 @@ PEERS = {
     "mlx": ("pytest hypothesis pydantic xxhash cryptography", 1),
     "kvboost": ("", 3),
 }
-
-# What else stands in the folder of results, and what makes it. It takes hours, or shows that nothing breaks, not times.
-OTHERS = {
-    "clients_stress.jsonl": "python -m tests.stress.clients --clients 64 --seconds 45 --output FILE",
-    "crowding.jsonl": "python -m tests.stress.crowding --questions 100 --output FILE",
-    "vllm_faults.jsonl": "python -m tests.stress.vllm_faults --out FILE",
-    "tools-eval": "python -m papers tools --model PATH --out FOLDER",
-    "nope-smollm2": "python -m papers nope --tools 20 --limit 12 --max-new-tokens 32 --out FOLDER",
-    "nope-qwen2.5-0.5b": "python -m papers nope --model PATH --dtype float32 --tools 8 --limit 6 --starts alone"
-    " --ratios 0,15,50,100 --out FOLDER",
-    "chunks-smollm2": "python -m papers chunks --output FOLDER",
-}

@@ -2,7 +2,7 @@
 
 Sarkar, "ContextCache" (2026), equations 2 and 3, composes tools whose keys and values were each computed alone. The
 rotation is exact; the composition is not what a model computes over the whole prompt, because keys and values of every
-layer above the first depend on all tokens before them. This module is the instrument that measures it (`docs/nope.md`);
+layer above the first depend on all tokens before them. This module is the instrument that measures it (`nope.md`);
 the engine never answers from it.
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from benchmarks import all as bench
 from benchmarks.execution import alone, execute, stoppable
+from benchmarks.inputs import APART
 from benchmarks.peers import environments
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
@@ -107,6 +108,24 @@ def test_a_program_that_fails_may_be_mended_without_making_other_steps_again(her
     assert (times(here), told["commit"], told["ran"]) == (1, other.commit, first.commit)
     assert not bench.done(other, replace(step, commands=("{python} benchmarks/ttft.py {out} {work} more",)))
     assert not bench.done(after("sessions.py"), step), "the step's program imports it"
+
+
+@pytest.mark.parametrize("folder", APART)
+def test_folders_that_only_other_programs_use_may_differ(here: bench.Here, folder: str) -> None:
+    file = here.root / folder.rstrip("*") / "code.py"
+    file.parent.mkdir(parents=True)
+    words = {*APART.values()}
+    programs = {"uses.py": f"# {words}", "does_not.py": f"# {words - {APART[folder]}}"}
+    for name, text in programs.items():
+        (here.root / "benchmarks" / name).write_text(text)
+    steps = [replace(GOOD, name=name, commands=(f"{{python}} benchmarks/{name}",)) for name in programs]
+    commits = []
+    for text in ("before", "after"):
+        file.write_text(text)
+        git(here.root, "add", ".")
+        git(here.root, "commit", "-qm", text)
+        commits.append(git(here.root, "rev-parse", "HEAD").strip())
+    assert [bench.same_code(here.root, *commits, step) for step in steps] == [False, True]
 
 
 def test_what_was_made_of_uncommitted_code_is_made_again(here: bench.Here) -> None:

@@ -7,7 +7,7 @@ from statistics import median
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.plan import OTHERS, RESULTS, STEPS
+from benchmarks.plan import RESULTS, STEPS
 
 from tools.figures import pages, pictures, sources
 from tools.figures.charts import bars, lines
@@ -60,9 +60,9 @@ def test_only_pages_that_are_there_have_numbers_that_nobody_measured() -> None:
 # ---- results ----
 
 
-def test_the_folder_holds_what_a_step_makes_and_what_is_named_besides() -> None:
+def test_the_folder_holds_what_a_step_makes_and_nothing_else() -> None:
     found = {path.name for path in RESULTS.iterdir() if not path.name.startswith(".")}
-    assert found == set(NAMES) | set(OTHERS)
+    assert found == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

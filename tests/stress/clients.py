@@ -4,7 +4,7 @@ Every answer that is not broken off must be the one that the same request gets a
 In the end nothing may be left: no request, no page of KV, no task; and memory must not have grown with the requests.
 
     python -m tests.stress.clients --clients 64 --seconds 120 --model demo \
-        --output benchmarks/results/clients_stress.jsonl
+        --output clients.jsonl
 """
 
 from __future__ import annotations

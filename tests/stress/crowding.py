@@ -3,7 +3,7 @@
 The bound: each short question is answered within a second of its quiet time, and SIGTERM ends the process within ten
 seconds whatever it does. Every kind of body is tried by itself, then all at once.
 
-    python -m tests.stress.crowding --questions 100 --output benchmarks/results/crowding.jsonl
+    python -m tests.stress.crowding --questions 100 --output crowding.jsonl
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kills Redis, an S3 server and a vLLM instance while two vLLM instances load and save through them.
 
-    python -m tests.stress.vllm_faults [--seconds 150] [--seed 0] [--out benchmarks/results/vllm_faults.jsonl]
+    python -m tests.stress.vllm_faults [--seconds 150] [--seed 0] [--out vllm_faults.jsonl]
 
 Runs in vLLM's environment (`make test-vllm` makes it). A vLLM without connector says which greedy tokens are right;
 then two instances share a folder, Redis and S3 (moto's, over HTTP) and answer short and long prompts, alone and

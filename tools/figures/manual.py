@@ -1,4 +1,4 @@
-"""Blocks of the manual's other pages: chunks, agents, fleets, proofs, and composing tools without positions."""
+"""Blocks of the manual's other pages: chunks, agents, fleets, proofs; and of papers/nope.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-from tools.figures.results import RESULTS, ms, ratio, records, table
+from tools.figures.results import ROOT, ms, ratio, records, table
 
 MODELS = {"smollm2": "SmolLM2", "demo": "SmolLM2", "qwen2.5-0.5b": "Qwen2.5-0.5B"}
 DEFAULT = "impact:0.13"
@@ -229,7 +229,7 @@ def prove(server: str) -> str:
 
 def nope(name: str) -> str:
     """The table of a report, without the columns about the tool that was named."""
-    text = (RESULTS / name / "report.md").read_text(encoding="utf-8")
+    text = (ROOT / "papers" / "results" / name / "report.md").read_text(encoding="utf-8")
     rows = []
     for line in re.findall(r"^\| ((?:alone|header) \|.*) \|$", text, re.MULTILINE):
         cells = line.split(" | ")

@@ -21,9 +21,10 @@ _MEASURED = re.compile(
 
 
 def pages() -> list[str]:
-    """README.md and the pages of the manual that are written. Decision records are history: their figures stay."""
+    """README.md, the pages of the manual that are written, and papers/nope.md. Decision records are history: their
+    figures stay."""
     written = (path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
-    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in written)]
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in written), "papers/nope.md"]
 
 
 def fill(text: str) -> str:

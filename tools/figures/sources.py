@@ -41,11 +41,8 @@ def note() -> str:
     commit, machine = shared("commit"), shared("machine")
     if commit and machine:
         ran = any(run_of(name).get("ran", commit) != commit for step in STEPS for name in step.files)
-        return (
-            f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine. "
-            + ("Some were made a commit earlier, which differs in nothing that they depend on. " if ran else "")
-            + "Reports that take hours (on tools without positions, and on repairing chunks) are of earlier commits."
-        )
+        earlier = " Some were made a commit earlier, which differs in nothing that they depend on." if ran else ""
+        return f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine.{earlier}"
     return (
         "The files were not all made from one commit on one machine: [Sources](#sources) says of each from which one. "
         "`make bench-all` makes all of them from one."

@@ -188,9 +188,10 @@ function mark(id) {
 
 async function inspect(id) {
   try {
-    const stretch = shown.find((other) => other.id === id);
-    if (!stretch) { nobody(); return; }
     mark(id);
+    await showMap(); // what left the store meanwhile is not asked for
+    const stretch = drawn.stretches.find((other) => other.id === id);
+    if (!stretch) { notice("This stretch has left the store meanwhile."); return; }
     const one = await get(`/v1/cache/entries/${stretch.run}?start=${stretch.start}&tokens=${stretch.tokens}`);
     if (chosen !== id) return; // another one was chosen meanwhile
     const now = Date.now() / 1000;
@@ -224,7 +225,6 @@ async function inspect(id) {
 
 async function act(work, id) {
   try { await work(); } catch (error) { notice(error.message); }
-  await showMap();
   await inspect(id);
 }
 
