@@ -35,11 +35,13 @@ _SPEED = (
     " --repair none impact:0.1 impact:0.13"
 )
 _QWEN = "{models}/qwen2.5-0.5b"
-_FAMILIES = "{python} benchmarks/families.py {models}/gemma3-270m --rounds 5 --out {out}/families.jsonl"
+_FAMILIES = "{python} benchmarks/families.py %s --rounds 5 --out {out}/families.jsonl"
+_RANDOM = {"qwen3-moe": _QWEN, "lfm2": "{demo}"}  # shapes, and whose vocabulary they have: like that of the real model
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", "agentic_code")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
 _SIMULATE = f"{_CLI} simulate --match blocks --jobs 2 --out {{out}}/simulate.jsonl"
+_GGUF, _Q8 = ("qwen2.5-1.5b", "qwen2.5-0.5b"), "{out}/%s-q8_0.gguf"
 _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
 
 STEPS = (
@@ -122,10 +124,13 @@ STEPS = (
     ),
     Step(
         "families",
-        (_FAMILIES, *(f"{_FAMILIES} --random {shape}" for shape in ("qwen3-moe", "lfm2"))),
+        (
+            _FAMILIES % "{models}/gemma3-270m",
+            *(f"{_FAMILIES % model} --random {shape}" for shape, model in _RANDOM.items()),
+        ),
         ("families.jsonl",),
         5,
-        ("model gemma3-270m",),
+        ("model gemma3-270m", "model qwen2.5-0.5b"),
         "--prefix 64 --rounds 1",
     ),
     Step("hybrids", ("{python} benchmarks/hybrids.py --part hits --output {out}",), ("hybrids-hits.jsonl",), 6),
@@ -243,12 +248,12 @@ STEPS = (
     Step(
         "gguf",
         (
-            "{python} benchmarks/gguf_files.py --make-q8 {models}/qwen2.5-0.5b.gguf {out}/qwen2.5-0.5b-q8_0.gguf",
-            "{python} benchmarks/gguf_files.py {models}/qwen2.5-1.5b.gguf {models}/qwen2.5-0.5b.gguf"
-            " {out}/qwen2.5-0.5b-q8_0.gguf --peer {llamacpp} --no-logits --output {out}",
+            *(f"{{python}} benchmarks/gguf_files.py --make-q8 {{models}}/{file}.gguf {_Q8 % file}" for file in _GGUF),
+            f"{{python}} benchmarks/gguf_files.py {' '.join(f'{{models}}/{file}.gguf {_Q8 % file}' for file in _GGUF)}"
+            " --peer {llamacpp} --no-logits --output {out}",
         ),
         ("gguf.jsonl",),
-        5,
+        8,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf"),
     ),
     Step(
