@@ -1,6 +1,6 @@
 """Acceptance on one device: what must be equal to the bit, then what it costs. About twenty minutes on one GPU.
 
-    python -m benchmarks.gpu [--device cuda] [--part checks times] [--size 0.6b 8b] [--output benchmarks/results]
+    python -m benchmarks.gpu [--device cuda] [--part checks times] [--size 0.6b 8b] [--output benchmarks/results-gpu]
 
 Run it from the checkout; it needs torch, transformers and Keepwarm's few pure packages, no network and no weights.
 `checks` stops at the first answer that differs from the one without the cache. There memory is filled with NaN before
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION))
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["0.6b", "8b"])
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 8192, 32_768])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results-gpu")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

@@ -1,7 +1,7 @@
 """Tool sets at Qwen3-8B's geometry on a GPU: the counterpart of ContextCache's Table 3 (5, 10, 20 tools), and beyond.
 
     python benchmarks/gpu_tools.py --tokenizer FOLDER [--tools 5 10 20 50 100] [--device cuda] [--geometry qwen3-8b]
-                             [--rounds 9] [--output benchmarks/results]
+                             [--rounds 9] [--output benchmarks/results-gpu]
 
 FOLDER holds a Qwen3 tokenizer with its chat template. Weights are random: times do not depend on them, answers do, and
 none is looked at but for its logits, which with and without the cache must be equal to the bit. Writes
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tools", type=int, nargs="+", default=[5, 10, 20, 50, 100])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results-gpu")
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     model = random_model(options.geometry, options.device, -(-len(tokenizer) // 64) * 64)

@@ -41,7 +41,7 @@ def note() -> str:
     commit, machine = shared("commit"), shared("machine")
     if commit and machine:
         ran = any(run_of(name).get("ran", commit) != commit for step in STEPS for name in step.files)
-        earlier = " Some were made a commit earlier, which differs in nothing that they depend on." if ran else ""
+        earlier = " Some were made on earlier commits, which differ in nothing that they depend on." if ran else ""
         return f"All files under [Sources](#sources) are of commit `{commit[:10]}`, made on one machine.{earlier}"
     return (
         "The files were not all made from one commit on one machine: [Sources](#sources) says of each from which one. "
