@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ratios import spread
 
 QUESTIONS = ("\n\nWhich rule matters most here?", "\n\nWhat may never be done on a Monday, and who says so?")
 NEW = 8
@@ -185,8 +186,7 @@ def summary(options: argparse.Namespace, records: list[dict[str, Any]]) -> Itera
         if "answer" in found[0] and case != "cold":
             ratios = [cold[each["round"]] / each["ttft_ms"] for each in found]
             line["cached"] = sorted({each["cached"] for each in found})
-            line["times_sooner_than_cold"] = round(statistics.median(ratios), 1)
-            line["least_times"] = round(min(ratios), 1)
+            line["times_sooner_than_cold"] = spread(ratios)
             line["answers_as_in_a_slot"] = sum(each["answer"] == answers[each["round"]] for each in found)
         yield line
     sizes = [each for each in records if each["case"] == "bytes on disk"]
