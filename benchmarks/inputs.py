@@ -18,6 +18,7 @@ APART = {  # folders that few programs use, and the word by which these name the
     "benchmarks/acceptance": "acceptance",
     "papers": "papers",
     "papers/nope*": "nope",
+    "src/keepwarm/integrations/llamaserver": "llamaserver",
     "src/keepwarm/runtime/gpu_kernels": "gpu_kernels",
     "src/keepwarm/serving/web": "chromium",
 }

@@ -126,9 +126,10 @@ class Round:
     def stored(self) -> None:
         """Wait until the first answer is in the store."""
         until = time.monotonic() + _WAIT
-        while not httpx.get(f"http://127.0.0.1:{self.front}/keepwarm/stats").json()["counts"].get("saves"):
+        while not (told := httpx.get(f"http://127.0.0.1:{self.front}/keepwarm/stats").json())["counts"].get("saves"):
             if time.monotonic() > until:
-                raise RuntimeError("nothing was saved")
+                logs = [(self.folder / f"{name}.log").read_text()[-4000:] for name in ("keepwarm", "server")]
+                raise RuntimeError("\n".join(["nothing was saved", json.dumps(told), *logs]))
             time.sleep(0.05)
 
     def run(self) -> None:
