@@ -12,24 +12,28 @@ NOT_CODE = (
     *("docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github"),
 )
 RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
-TESTS = "tests/*/test_*.py"  # some programs use tests/helpers
 FOLDERS = ("benchmarks", "benchmarks/peers")  # where programs lie, and what they import
 APART = {  # folders that few programs use, and the word by which these name them
     "benchmarks/acceptance": "acceptance",
     "papers": "papers",
     "papers/nope*": "nope",
+    "src/keepwarm/integrations/llamaserver": "llamaserver",
     "src/keepwarm/runtime/gpu_kernels": "gpu_kernels",
     "src/keepwarm/serving/web": "chromium",
 }
 PACKAGES = {"vllm"}  # who imports this name means the package, and not the program beside it
 _NAMED = re.compile(r"(?:^|[/\s\"\'])(\w+)\.py\b")  # programs run others by their files' names
+_TESTED = re.compile(r"\bmake test-(\w+)")  # the folder of tests that a command runs
 _IMPORTED = re.compile(r"^\s*(?:from|import) (?:benchmarks\.)?(?:peers\.)?(\w+)", re.MULTILINE)
 
 
 def not_read_by(step: Step, root: Path) -> tuple[str, ...]:
     """What may differ between two commits that are the same code to a step, as paths that git excludes: documents,
-    results, what runs the steps, tests unless the step runs them, and programs and folders that its own do not use."""
-    tests = () if any("make test" in command for command in step.commands) else (TESTS,)
+    results, what runs the steps, tests that it does not run (but not tests/helpers, which programs use), and programs
+    and folders that its own do not use."""
+    run = {name for command in step.commands for name in _TESTED.findall(command)}
+    folders = {path.name for path in root.glob("tests/*/")}
+    tests = [f"tests/{name}/*test_*.py" for name in sorted(folders - run)]
     programs = {file.relative_to(root).as_posix() for each in FOLDERS for file in (root / each).glob("*.py")}
     used = _used(step, root)
     text = "".join((root / name).read_text(encoding="utf-8") for name in used)

@@ -32,6 +32,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import Llama, LogitsProcessorList
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaDiskCache, LlamaRAMCache
+from ratios import spread
 
 from keepwarm.integrations.llamacpp import KeepwarmCache
 
@@ -167,8 +168,7 @@ def summary(options: argparse.Namespace, records: list[dict[str, Any]]) -> Itera
             line["behind_ms"] = round(statistics.median(behind), 1)
         if second:
             ratios = [cold[each["round"]] / each["ttft_ms"] for each in found]
-            line["times_sooner_than_cold"] = round(statistics.median(ratios), 1)
-            line["least_times"] = round(min(ratios), 1)
+            line["times_sooner_than_cold"] = spread(ratios)
             line["answers_as_in_the_context"] = sum(each["tokens"] == answers[each["round"]] for each in found)
         yield line
     sizes = [each for each in records if each["case"] == "bytes on disk"]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ratios import spread
 
 QUESTIONS = ("\n\nWhich rule matters most here?", "\n\nWhat may never be done on a Monday, and who says so?")
 NEW = 8
@@ -125,9 +126,10 @@ class Round:
     def stored(self) -> None:
         """Wait until the first answer is in the store."""
         until = time.monotonic() + _WAIT
-        while not httpx.get(f"http://127.0.0.1:{self.front}/keepwarm/stats").json()["counts"].get("saves"):
+        while not (told := httpx.get(f"http://127.0.0.1:{self.front}/keepwarm/stats").json())["counts"].get("saves"):
             if time.monotonic() > until:
-                raise RuntimeError("nothing was saved")
+                logs = [(self.folder / f"{name}.log").read_text()[-4000:] for name in ("keepwarm", "server")]
+                raise RuntimeError("\n".join(["nothing was saved", json.dumps(told), *logs]))
             time.sleep(0.05)
 
     def run(self) -> None:
@@ -185,8 +187,7 @@ def summary(options: argparse.Namespace, records: list[dict[str, Any]]) -> Itera
         if "answer" in found[0] and case != "cold":
             ratios = [cold[each["round"]] / each["ttft_ms"] for each in found]
             line["cached"] = sorted({each["cached"] for each in found})
-            line["times_sooner_than_cold"] = round(statistics.median(ratios), 1)
-            line["least_times"] = round(min(ratios), 1)
+            line["times_sooner_than_cold"] = spread(ratios)
             line["answers_as_in_a_slot"] = sum(each["answer"] == answers[each["round"]] for each in found)
         yield line
     sizes = [each for each in records if each["case"] == "bytes on disk"]

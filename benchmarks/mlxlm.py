@@ -34,6 +34,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
+from ratios import spread
 
 from keepwarm.integrations.mlx import KeepwarmPromptCache, Loaded
 
@@ -155,8 +156,7 @@ def summary(options: argparse.Namespace, records: list[dict[str, Any]]) -> Itera
             ratios = [cold[each["round"]] / each["ttft_ms"] for each in found]
             line["lookup_ms"] = round(statistics.median(each["lookup_ms"] for each in found), 1)
             line["cached"] = min(each["cached"] for each in found)
-            line["times_sooner_than_cold"] = round(statistics.median(ratios), 1)
-            line["least_times"] = round(min(ratios), 1)
+            line["times_sooner_than_cold"] = spread(ratios)
         if case not in ("opening", "cold"):
             line["tokens_as_own"] = sum(each["tokens"] == own[each["round"]]["tokens"] for each in found)
             line["logits_as_own"] = sum(each["logits"] == own[each["round"]]["logits"] for each in found)

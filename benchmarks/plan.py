@@ -239,7 +239,7 @@ STEPS = (
     ),
     Step(
         "llamacpp",
-        ("{llamacpp} benchmarks/llamacpp.py {models}/qwen2.5-0.5b.gguf --rounds 2 --out {out}/llamacpp.jsonl",),
+        ("{llamacpp} benchmarks/llamacpp.py {models}/qwen2.5-0.5b.gguf --rounds 3 --out {out}/llamacpp.jsonl",),
         ("llamacpp.jsonl",),
         5,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf"),
@@ -278,7 +278,7 @@ STEPS = (
     ),
     Step(
         "mlx-lm",
-        ("{mlx} benchmarks/mlxlm.py {demo} --tokens 500 --rounds 1 --out {out}/mlxlm.jsonl",),
+        ("{mlx} benchmarks/mlxlm.py {demo} --tokens 500 --rounds 3 --out {out}/mlxlm.jsonl",),
         ("mlxlm.jsonl",),
         3,
         ("peer mlx",),

@@ -92,14 +92,11 @@ def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
             session.say(QUESTIONS[0], max_new_tokens=REPLY)
             settle = milliseconds(session.settle)
             chat = [*session.show().messages, {"role": "user", "content": NEXT}]
-            cold = [
-                engine.generate(messages=marked(chat), max_new_tokens=REPLY, reuse="off", trace=True)
-                for _ in range(REPEATS if tokens < 5000 else 2)
-            ]
-            warm = []
+            cold, warm = [], []
             for number in range(REPEATS):
-                fork = session.fork(f"warm {number}")
-                warm.append(fork.say(NEXT, max_new_tokens=REPLY, trace=True))
+                plain = {"messages": marked(chat), "reuse": "off"}
+                cold.append(engine.generate(**plain, max_new_tokens=REPLY, trace=True))
+                warm.append(session.fork(f"warm {number}").say(NEXT, max_new_tokens=REPLY, trace=True))
             session.fork("restarted")
         restarted = child(store, "restarted")
         digests = {result.logits_digest for result in (*cold, *warm)} | {restarted["digest"]}
@@ -109,6 +106,10 @@ def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
             "cached_tokens": warm[0].cached_tokens,
             "cold_ms": round(statistics.median(result.ttft_ms for result in cold), 1),
             "warm_ms": round(statistics.median(result.ttft_ms for result in warm), 1),
+            "rounds_ms": {
+                "cold": [round(result.ttft_ms, 2) for result in cold],
+                "warm": [round(result.ttft_ms, 2) for result in warm],
+            },
             "restart_ms": round(restarted["ttft_ms"], 1),
             "restart_cached_tokens": restarted["cached_tokens"],
             "settle_ms": round(settle, 1),

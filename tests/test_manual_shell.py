@@ -58,6 +58,7 @@ BLOCKS = {
     "docs/serving/openai.md": ["tests/serving/test_documented.py"] * 2,
     "docs/serving/sglang.md": ["tests/serving/test_documented.py"],
 }
+BEFORE = {("docs/install.md", 5): 'keepwarm warm "Good morning."'}  # what a reader has done
 LEFT_OUT = {  # lines of blocks that run here
     r"pip (un)?install .*": INDEX,
     r"keepwarm demo": "tests/cli/test_cli_surface.py runs it",
@@ -115,7 +116,7 @@ def test_shell_of_the_manual(page: str, number: int, tmp_path: Path) -> None:
     for tool in {"openssl"} & set(blocks(page)[number].split()):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool}")
-    said = _run(blocks(page)[number], tmp_path)
+    said = _run("\n".join([BEFORE.get((page, number), ":"), blocks(page)[number]]), tmp_path)
     assert "Traceback" not in said
 
 

@@ -68,6 +68,30 @@ def test_a_header_that_is_not_ascii_costs_no_slot(tmp_path: Path) -> None:
     assert [(each.status_code, each.headers["x-keepwarm-slot"]) for each in answers] == [(200, "0")] * 3
 
 
+def test_each_request_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    """llama-server closes a connection in which it streamed, and a request that was just sent in it gets no answer."""
+
+    async def ask() -> int:
+        found = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal found
+            found += 1
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]")
+
+        with Archive.open(None, max_ram=1 << 20, max_disk=0) as archive:
+            async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                proxy = Proxy(f"http://127.0.0.1:{port}", archive, Settings(tmp_path))
+                for _ in range(3):
+                    assert await proxy._server.slots() == []
+                await proxy.close()
+        return found
+
+    assert asyncio.run(ask()) == 3
+
+
 def test_a_request_that_waits_while_the_server_is_forgotten_is_answered(tmp_path: Path) -> None:
     once = [1]
 

@@ -114,25 +114,21 @@ def cases(name: str) -> dict[str, dict[str, Any]]:
 
 def within(name: str) -> str:
     """An engine's cases, for the page of benchmarks."""
-    return table(("from", "TTFT, ms", "times sooner than cold", "least"), list(_rows(name, ms)))
+    return table(("from", "TTFT, ms", "times sooner than cold"), list(_rows(name, ms)))
 
 
-def _rows(name: str, shown: Any) -> Iterator[tuple[str, str, str, str]]:
+def _rows(name: str, shown: Any) -> Iterator[tuple[str, str, str]]:
     for case, each in cases(name).items():
         if case == "cold":
-            yield case, shown(each["ttft_ms"]), "", ""
+            yield case, shown(each["ttft_ms"]), ""
         elif "times_sooner_than_cold" in each:
-            times = f"{each['times_sooner_than_cold']:.0f}", f"{each['least_times']:.0f}"
-            yield case, shown(each["ttft_ms"]), *times
+            yield case, shown(each["ttft_ms"]), ratio(each["times_sooner_than_cold"])
 
 
 def _page(name: str, told: dict[str, str], more: dict[str, str]) -> str:
     """An engine's cases in the words of its own page, with a column more."""
-    rows = []
-    for case, ttft, times, least in _rows(name, long):
-        worst = f" (least: {least} ×)" if least and least != times else ""
-        rows.append((told.get(case, case), ttft, f"{times} ×{worst}" if times else "", more.get(case, "")))
-    return table(("", "first token", "sooner than cold", ""), rows)
+    rows = [(told.get(case, case), ttft, times, more.get(case, "")) for case, ttft, times in _rows(name, long)]
+    return table(("", "first token", "times sooner than cold", ""), rows)
 
 
 def llamacpp() -> str:

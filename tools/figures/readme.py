@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from tools.figures.results import divided, long, records, summaries, table
+from tools.figures.results import divided, long, records, sooner, summaries, table
 
 
 def first_tokens(step: int = 2048) -> list[dict[str, Any]]:
@@ -84,16 +84,12 @@ def speed() -> str:
         told = f"a question to {each['tools']} tools, {each['tokens']:,} tokens"
         rows.append((told, tools_ratios(each), each["hit_ms"], long(each["cold_ms"])))
     told = f"the second turn of a conversation, {turn['prompt_tokens']:,} tokens"
-    rows.append((told, [turn["cold_ms"] / turn["warm_ms"]], turn["warm_ms"], long(turn["cold_ms"])))
+    rounds = turn["rounds_ms"]
+    rows.append((told, divided(rounds["cold"], rounds["warm"]), turn["warm_ms"], long(turn["cold_ms"])))
     return table(
-        ("time to the first token", "sooner", "warm", "cold"),
-        [(told, _sooner(ratios), long(warm), without) for told, ratios, warm, without in rows],
+        ("time to the first token", "times sooner", "warm", "cold"),
+        [(told, sooner(ratios), long(warm), without) for told, ratios, warm, without in rows],
     )
-
-
-def _sooner(ratios: Sequence[float]) -> str:
-    worst = f" (at least {min(ratios):.0f} ×)" if len(ratios) > 1 else ""
-    return f"{median(ratios):.0f} ×{worst}"
 
 
 def tools_ratios(row: Mapping[str, Any]) -> list[float]:

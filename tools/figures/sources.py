@@ -74,8 +74,8 @@ def benchmarks_machine() -> str:
 def readme_machine() -> str:
     found = machine()
     return (
-        f"{found[0].upper()}{found[1:]}; SmolLM2-135M in bfloat16. [Benchmarks](docs/benchmarks.md) has all of it, and "
-        "the file behind each number."
+        f"{found[0].upper()}{found[1:]}; SmolLM2-135M in bfloat16. Ratios are medians; behind them stand the quartiles "
+        "and the worst round. [Benchmarks](docs/benchmarks.md) has all of it, and the file behind each number."
     )
 
 

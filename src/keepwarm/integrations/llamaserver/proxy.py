@@ -64,9 +64,10 @@ class Proxy:
     def __init__(
         self, url: str, archive: Archive, settings: Settings, *, key: str | None = None, tenants: bool = False
     ) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=url, timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
-        )
+        # A connection of its own for each request: llama-server closes one in which an answer was streamed, and what is
+        # asked in it just before fails.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(None, connect=5.0), limits=limits)
         self._server = LlamaServer(self._http, key)
         self._archive = archive
         self._settings = settings
