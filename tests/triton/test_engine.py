@@ -24,7 +24,11 @@ from keepwarm.testing.device import AdversarialPort
 
 PROMPT = ids(70, 1, SMALL)
 EDITED = [*PROMPT[:45], *ids(20, 2, SMALL)]
-MODELS = {"llama": lambda: tiny("llama", vocab_size=SMALL), "gemma3": lambda: lean_family("gemma3", torch.bfloat16)}
+MODELS = {
+    "llama": lambda: tiny("llama", vocab_size=SMALL),
+    "gemma3": lambda: lean_family("gemma3", torch.bfloat16),
+    "mixtral": lambda: lean_family("mixtral", torch.bfloat16),
+}
 
 
 @pytest.fixture(scope="module", params=["host", "adversarial"])
@@ -122,8 +126,8 @@ def test_its_arithmetic_has_a_name_and_changed_weights_are_used(tokenizer: Any) 
 
 
 def test_what_the_kernels_do_not_run_is_refused_with_a_reason(tokenizer: Any) -> None:
-    with pytest.raises(UnsupportedModel, match="experts: take attention='auto'"):
-        opened(lean_family("mixtral"), tokenizer)
+    with pytest.raises(UnsupportedModel, match="recurrent states: take attention='auto'"):
+        opened(lean_family("lfm2"), tokenizer)
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel is not one of"):
         opened(tiny("gpt2"), tokenizer)
 

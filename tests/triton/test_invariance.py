@@ -27,6 +27,7 @@ LONG = 600  # more than one part of 512 positions
         ("qwen3", torch.float32),
         pytest.param(("gemma2", torch.bfloat16), marks=pytest.mark.slow),
         pytest.param(("olmo2", torch.float16), marks=pytest.mark.slow),
+        pytest.param(("gpt-oss", torch.bfloat16), marks=pytest.mark.slow),
     ],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
