@@ -27,6 +27,7 @@ def marked() -> list[Any]:
 @pytest.mark.parametrize("family", marked())
 def test_logits_are_those_of_float64(family: str) -> None:
     made = OnTriton(family)
+    made.model.config._experts_implementation = "eager"  # the others do not run in float64
     exact = made.in_float64(IDS)
     mine = made.run(IDS).double()
     assert (mine - exact).abs().max() < 1e-4 * exact.abs().max()
@@ -38,11 +39,16 @@ def test_logits_are_those_of_float64(family: str) -> None:
 )
 def test_half_precision_is_as_near_as_transformers(family: str, dtype: torch.dtype) -> None:
     made = OnTriton(family, dtype)
+    made.model.config._experts_implementation = "eager"
     exact = made.in_float64(IDS)
     mine = made.run(IDS).double()
     with torch.inference_mode():
         theirs = made.model(torch.tensor([IDS])).logits[0].double()
-    assert (mine - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+    apart, usual = ((logits - exact).abs().mean(-1) for logits in (mine, theirs))
+    if made.decoder.is_routed:  # a row for which rounding chooses another expert is far away
+        assert apart.median() < 1.5 * usual.median()
+    else:
+        assert apart.mean() < 1.5 * usual.mean()
     assert mine.float().to(dtype).double().equal(mine)
 
 
