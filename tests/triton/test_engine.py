@@ -24,11 +24,7 @@ from keepwarm.testing.device import AdversarialPort
 
 PROMPT = ids(70, 1, SMALL)
 EDITED = [*PROMPT[:45], *ids(20, 2, SMALL)]
-MODELS = {
-    "llama": lambda: tiny("llama", vocab_size=SMALL),
-    "gemma3": lambda: lean_family("gemma3", torch.bfloat16),
-    "mixtral": lambda: lean_family("mixtral", torch.bfloat16),
-}
+MODELS = {"llama": lambda: tiny("llama", vocab_size=SMALL), "gemma3": lambda: lean_family("gemma3", torch.bfloat16)}
 
 
 @pytest.fixture(scope="module", params=["host", "adversarial"])
@@ -143,6 +139,16 @@ def test_an_engine_loads_and_answers(tokenizer: Any, tmp_path: Path) -> None:
         assert found.exactness == "exact"
         with pytest.raises(UnsupportedModel, match="adapters need the compiled"):
             engine.adapters.load("one", tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_with_experts_reuses_up_to_the_first_token_that_differs(tokenizer: Any) -> None:
+    with opened(lean_family("mixtral", torch.bfloat16), tokenizer) as engine:
+        edited = ask(engine, EDITED, reuse="off")
+        ask(engine, PROMPT)
+        found = ask(engine, EDITED)
+        assert (found.exactness, found.cached_tokens) == ("exact", 45)
+        assert found.logits_digest == edited.logits_digest
 
 
 @pytest.mark.slow
