@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
+from keepwarm.runtime.gpu_kernels.experts import Mixture
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.gpu_kernels.step import Attended, Step, flat, pieces, prepared
@@ -42,7 +43,7 @@ class TritonDecoder:
     """Runs forward passes over one model's weights. Only one call may run at a time."""
 
     name = "triton"
-    is_threaded = is_routed = in_blocks = reads_encoded = False
+    is_threaded = in_blocks = reads_encoded = False
     states: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -60,10 +61,12 @@ class TritonDecoder:
         self.dtype = model.dtype
         self.scaling = parts.scaling
         self.threads: int | None = None
+        self.is_routed = bool(parts.experts)
         self._parts, self._windows = parts, tuple(windows)
         launch = Launch(self.dtype, parts.centred, Tiles.of(self.dtype, parts.heads // parts.kv_heads))
         self._launch = launch
         self._heads = _heads(parts, launch)
+        self._mixture = Mixture(launch, parts.alpha, parts.limit)
         self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
         self._tables = RotaryTables(parts.tables, parts.rotary // 2, self.device)
         with self._on_device():
@@ -208,15 +211,21 @@ class TritonDecoder:
 
     def _onward(self, layer: LayerParts, x: torch.Tensor, mixed: torch.Tensor) -> None:
         """Add the results of a layer's two parts to `x`."""
-        launch, parts, mlp = self._launch, self._parts, layer.mlp
-        assert mlp is not None  # as `reasons` says
+        launch, parts = self._launch, self._parts
         more = launch.product(mixed, _attention(layer).o)
         if not parts.parallel:
             launch.add(x, more, layer.after, parts.residual)
-        inner = launch.widen(launch.norm(x, layer.before_mlp), mlp)
+        fed = self._fed(layer, launch.norm(x, layer.before_mlp))
         if parts.parallel:
             launch.add(x, more, layer.after, parts.residual)
-        launch.add(x, launch.product(inner, mlp.down), layer.after_mlp, parts.residual)
+        launch.add(x, fed, layer.after_mlp, parts.residual)
+
+    def _fed(self, layer: LayerParts, h: torch.Tensor) -> torch.Tensor:
+        """Return what a layer's MLP or experts give for normed rows."""
+        if layer.experts is not None:
+            return self._mixture.mixed(h, layer.experts, layer.mlp)
+        assert layer.mlp is not None  # a layer has one or the other
+        return self._launch.product(self._launch.widen(h, layer.mlp), layer.mlp.down)
 
     def _results(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return memory for the results of attention's parts: maxima, totals and sums."""
@@ -246,7 +255,7 @@ def _heads(parts: Description, launch: Launch) -> Heads:
 def kernels_digest(compiled: str) -> str:
     """Return what decides the kernels' arithmetic: their code, and how they are `compiled` (see `Launch.compiled`)."""
     made = hashlib.sha256(f"{triton.__version__} {compiled}".encode())
-    for name in ("rows", "products", "attention", "launch", "plan", "decoder"):
+    for name in ("rows", "products", "routes", "attention", "launch", "experts", "plan", "decoder"):
         made.update(resources.files(__package__ or "").joinpath(f"{name}.py").read_bytes())
     return made.hexdigest()
 
