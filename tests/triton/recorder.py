@@ -2,7 +2,8 @@
 
 What is recorded is not done, as with CUDA. A replay does it with the very arguments that it had then: a number that
 Python computed meanwhile has its old value, a grid its old size, a tensor its old place. Memory that was allocated
-while recording is NaN before each replay, so nothing can be left over from the one before.
+while recording is NaN before each replay, so nothing can be left over from the one before. One thing is not as with
+CUDA: what was allocated before, and is read or written, lives as long as what was recorded.
 """
 
 from __future__ import annotations
