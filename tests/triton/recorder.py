@@ -16,10 +16,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")  # with which the host waits for a device
+_READS = {
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "nonzero",
+    "unique",
+    "equal",
+    "__bool__",
+    "__float__",
+    "__index__",
+    "__int__",
+}
+
+
+class _NoReads(TorchFunctionMode):
+    """Forbids what waits for a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in _READS, f"{name} waits for the device, which nothing may that is recorded"
+        return func(*args, **(kwargs or {}))
 
 
 class _Noting(TorchDispatchMode):
@@ -31,16 +53,20 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        assert name not in _READS, f"{name} waits for the device, which nothing may that is recorded"
         found = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._work.append(partial(func, *args, **kwargs))
-        elif name.startswith(("empty", "new_empty")):
+        elif func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             self._memory.append(found)
-        elif all(each.alias_info is None for each in func._schema.returns):  # no view
+        elif not any(_shares(found, each) for each in args):  # no view
             self._work.append(lambda: found.copy_(func(*args, **kwargs)))
         return found
+
+
+def _shares(one: torch.Tensor, other: Any) -> bool:
+    """Whether two have the same memory."""
+    storages = [each.untyped_storage().data_ptr() for each in (one, other) if isinstance(each, torch.Tensor)]
+    return len(storages) == 2 and storages[0] == storages[1]
 
 
 class Recorder:
@@ -53,7 +79,7 @@ class Recorder:
         self.recorded += 1
         work: list[Callable[[], object]] = []
         memory: list[torch.Tensor] = []
-        with torch.inference_mode(), _launches_noted(work), _Noting(work, memory):
+        with torch.inference_mode(), _launches_noted(work), _NoReads(), _Noting(work, memory):
             found = run()
 
         def replay() -> None:

@@ -28,12 +28,7 @@ from keepwarm.runtime.native.proof import variance
 from keepwarm.testing.device import AdversarialPort
 
 CPU = torch.device("cpu")
-FAMILIES = [
-    ("qwen3", torch.float32),
-    pytest.param(("gemma2", torch.bfloat16), marks=pytest.mark.slow),
-    pytest.param(("cohere2", torch.float32), marks=pytest.mark.slow),
-    pytest.param(("olmo2", torch.float16), marks=pytest.mark.slow),
-]
+FAMILIES = [("qwen3", torch.float32), ("gemma2", torch.bfloat16), ("cohere2", torch.float32), ("olmo2", torch.float16)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -43,7 +38,7 @@ def each_family(request: pytest.FixtureRequest) -> OnTriton:
 
 @pytest.fixture(scope="module")
 def made() -> OnTriton:
-    return OnTriton("qwen3")
+    return OnTriton("qwen3", num_hidden_layers=1)
 
 
 class Memory:
@@ -101,6 +96,13 @@ class Beside:
         return len(self.mine._graphs._kept)
 
 
+def test_two_sequences(made: OnTriton) -> None:
+    beside = Beside(made)
+    assert all(beside.run(a=position, c=position + 40) for position in (22, 23, 24))
+    assert (beside.recorder.recorded, beside.recorder.replays) == (1, 2)
+
+
+@pytest.mark.slow
 def test_batches_that_change(each_family: OnTriton) -> None:
     """Sequences grow past units and parts of positions, come and go, and change places."""
     beside = Beside(each_family, 160)
@@ -116,6 +118,7 @@ def test_batches_that_change(each_family: OnTriton) -> None:
     assert (beside.recorder.recorded, beside.recorder.replays) == (2, 7)
 
 
+@pytest.mark.slow
 def test_forms_that_change(made: OnTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the least room for each array, growing sequences pass from graph to graph."""
     for name in ("_PAGES", "_REGIONS", "_MEMBERS", "_JOBS", "_RESULTS"):
@@ -146,6 +149,9 @@ def test_the_stand_in_keeps_what_python_and_the_host_told_it() -> None:
     tokens.copy_(torch.tensor([5, 6]))
     replay()
     assert torch.equal(found, table[5:7] * 2.0)
+    replay, narrow = Recorder().record(lambda: found.to(torch.float16)[1:])
+    replay()
+    assert torch.equal(narrow, found[1:].half())
     with pytest.raises(AssertionError, match="waits for the device"):
         Recorder().record(lambda: launch.embed(tokens, table, float(tokens[0])))
 
@@ -265,7 +271,7 @@ def test_copies_under_way_are_waited_for() -> None:
     port, recorder, prompt = AdversarialPort(), Recorder(), ids(30, 1, SMALL)
     made = OnTriton("qwen3", port=port)
     first, last = made.arena(32), len(prompt) - 1
-    logits = made.run(prompt, [last], first)[last:]
+    logits = made.run(prompt, [], first)[last:]
     rows = [layer.plane(kv).save(0, last).copy() for layer in first.layers for kv in (0, 1)]
     made.decoder._graphs = Graphs(CPU, lambda: recorder)
     for _ in range(3):
