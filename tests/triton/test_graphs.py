@@ -28,7 +28,13 @@ from keepwarm.runtime.native.proof import variance
 from keepwarm.testing.device import AdversarialPort
 
 CPU = torch.device("cpu")
-FAMILIES = [("qwen3", torch.float32), ("gemma2", torch.bfloat16), ("cohere2", torch.float32), ("olmo2", torch.float16)]
+FAMILIES = [
+    ("qwen3", torch.float32),
+    ("gemma2", torch.bfloat16),
+    ("cohere2", torch.float32),
+    ("olmo2", torch.float16),
+    ("qwen2-moe", torch.float32),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda p: f"{p[0]}-{p[1]}")
