@@ -16,16 +16,22 @@ from triton.compiler.errors import CompilationError
 from keepwarm.runtime import decoders
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
+OF_EXPERTS = Path(__file__).with_name("compile_experts.py")
 NARROW = ("embed", "norm", "add", "product", "logits", "widen", "place", "merge", "move")
-KERNELS = (*NARROW, "attend-64", "attend-128", "attend-256")
+KERNELS = {
+    PROGRAM: (*NARROW, "attend-64", "attend-128", "attend-256"),
+    OF_EXPERTS: ("choose", "group", "widen", "widen-turned", "narrow", "narrow-turned", "collect", "gate"),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def compiled(target: str, folder: Path, *names: str, **around: str) -> dict[str, dict[str, Any]]:
+def compiled(
+    target: str, folder: Path, *names: str, program: Path = PROGRAM, **around: str
+) -> dict[str, dict[str, Any]]:
     """Compile in a process of its own, since here kernels are interpreted."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, PROGRAM, target, *names],
+        [sys.executable, program, target, *names],
         env=kept | {"TRITON_CACHE_DIR": str(folder)} | around,
         capture_output=True,
         text=True,
@@ -37,13 +43,14 @@ def compiled(target: str, folder: Path, *names: str, **around: str) -> dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", KERNELS, ids=lambda program: program.stem)
 @pytest.mark.parametrize(
     ("target", "shared"), [("cuda:89:32", 99), ("cuda:90:32", 227), ("cuda:100:32", 227), ("hip:gfx942:64", 64)]
 )
-def test_all_kernels_compile_and_fit(target: str, shared: int, tmp_path: Path) -> None:
+def test_all_kernels_compile_and_fit(target: str, shared: int, program: Path, tmp_path: Path) -> None:
     """A GPU has `shared` KiB of shared memory for a program."""
-    found = compiled(target, tmp_path)
-    assert set(found) == {f"{kernel}-{dtype}" for kernel in KERNELS for dtype in DTYPES}
+    found = compiled(target, tmp_path, program=program)
+    assert set(found) == {f"{kernel}-{dtype}" for kernel in KERNELS[program] for dtype in DTYPES}
     assert {name: each["shared"] for name, each in found.items() if each["shared"] > shared << 10} == {}
 
 

@@ -122,8 +122,8 @@ def test_its_arithmetic_has_a_name_and_changed_weights_are_used(tokenizer: Any) 
 
 
 def test_what_the_kernels_do_not_run_is_refused_with_a_reason(tokenizer: Any) -> None:
-    with pytest.raises(UnsupportedModel, match="experts: take attention='auto'"):
-        opened(lean_family("mixtral"), tokenizer)
+    with pytest.raises(UnsupportedModel, match="recurrent states: take attention='auto'"):
+        opened(lean_family("lfm2"), tokenizer)
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel is not one of"):
         opened(tiny("gpt2"), tokenizer)
 
@@ -139,6 +139,16 @@ def test_an_engine_loads_and_answers(tokenizer: Any, tmp_path: Path) -> None:
         assert found.exactness == "exact"
         with pytest.raises(UnsupportedModel, match="adapters need the compiled"):
             engine.adapters.load("one", tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_with_experts_reuses_up_to_the_first_token_that_differs(tokenizer: Any) -> None:
+    with opened(lean_family("mixtral", torch.bfloat16), tokenizer) as engine:
+        edited = ask(engine, EDITED, reuse="off")
+        ask(engine, PROMPT)
+        found = ask(engine, EDITED)
+        assert (found.exactness, found.cached_tokens) == ("exact", 45)
+        assert found.logits_digest == edited.logits_digest
 
 
 @pytest.mark.slow

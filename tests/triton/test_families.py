@@ -15,11 +15,9 @@ from keepwarm.runtime.gpu_kernels.reasons import uncovered
 COUNT = 90  # more than the families' windows
 IDS = ids(COUNT, 4, SMALL)
 PLAIN = ("llama", "qwen2", "qwen3", "mistral")
-EXPERTS = {"flex-olmo", "gpt-oss", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
-EXPERTS |= {"qwen3-next"}  # and states
-STATES = {"lfm2", "lfm2-last", "qwen3.5"}
-COVERED = (*PLAIN, *sorted(LEAN.keys() - EXPERTS - STATES))
-QUICK = ("qwen3", "gemma2")
+STATES = {"lfm2", "lfm2-last", "qwen3.5", "qwen3-next"}
+COVERED = (*PLAIN, *sorted(LEAN.keys() - STATES))
+QUICK = ("qwen3", "gemma2", "qwen2-moe")
 
 
 def marked() -> list[Any]:
@@ -29,25 +27,33 @@ def marked() -> list[Any]:
 @pytest.mark.parametrize("family", marked())
 def test_logits_are_those_of_float64(family: str) -> None:
     made = OnTriton(family)
+    made.model.config._experts_implementation = "eager"  # the others do not run in float64
     exact = made.in_float64(IDS)
     mine = made.run(IDS).double()
     assert (mine - exact).abs().max() < 1e-4 * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gpt-oss", "mixtral"))]
+)
 def test_half_precision_is_as_near_as_transformers(family: str, dtype: torch.dtype) -> None:
     made = OnTriton(family, dtype)
+    made.model.config._experts_implementation = "eager"
     exact = made.in_float64(IDS)
     mine = made.run(IDS).double()
     with torch.inference_mode():
         theirs = made.model(torch.tensor([IDS])).logits[0].double()
-    assert (mine - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+    apart, usual = ((logits - exact).abs().mean(-1) for logits in (mine, theirs))
+    if made.decoder.is_routed:  # a row for which rounding chooses another expert is far away
+        assert apart.median() < 1.5 * usual.median()
+    else:
+        assert apart.mean() < 1.5 * usual.mean()
     assert mine.float().to(dtype).double().equal(mine)
 
 
-@pytest.mark.parametrize("family", sorted(EXPERTS | STATES))
+@pytest.mark.parametrize("family", sorted(STATES))
 def test_what_is_not_covered_has_a_name(family: str) -> None:
     model = lean_family(family)
     windows = [None] * model.config.num_hidden_layers
-    assert uncovered(model, windows) == ("experts" if family in EXPERTS else "recurrent states")
+    assert uncovered(model, windows) == "recurrent states"

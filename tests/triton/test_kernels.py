@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from keepwarm.runtime.gpu_kernels import products
+from keepwarm.runtime.gpu_kernels.graphs import padded
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
-from keepwarm.runtime.gpu_kernels.step import Step, prepared
+from keepwarm.runtime.gpu_kernels.step import Step, arranged, brought
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 from keepwarm.runtime.native.places import Region, Sequenced, works
 
@@ -84,7 +85,7 @@ def test_norms(centred: bool) -> None:
 def attended(
     count: int, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, **how: Any
 ) -> tuple[torch.Tensor, Step]:
-    """Attention of the last rows of a sequence, `[rows, HEADS * DIM]`."""
+    """Attention of the last rows of a sequence, `[rows, HEADS * DIM]`; with `pads`, as a graph computes it."""
     window, sinks = how.get("window"), how.get("sinks")
     heads = Heads(launch(), HEADS, KV_HEADS, DIM, DIM, False, False, 0.25, how.get("cap", 0.0))
     memory = torch.stack([keys, values]).contiguous()
@@ -94,15 +95,18 @@ def attended(
     rows = len(queries)
     placed = works([count - rows], [count], [sequence])
     at = np.arange(count - rows, count, dtype=np.int64)
-    step = prepared(at, at, placed, range(rows), CPU, {window}, heads.rows, how.get("most", 1000))
+    plan = arranged(at, at, placed, range(rows), {window}, heads.rows, how.get("most", 1000))
+    plan = padded(plan) if how.get("pads") else plan
+    _, step = brought(plan, CPU)
+    queries = queries[step.tokens - (count - rows)]
     size = step.results * HEADS
     results = torch.empty(size), torch.empty(size), torch.full((size * DIM,), torch.nan)
-    out = torch.empty(rows, HEADS * DIM)
+    out = torch.empty(len(queries), HEADS * DIM)
     for each in step.every:
         where = step.pages, step.regions, each.cells, results
         heads.attend(queries, step.positions, each.members, each.jobs[window], *where, 0, window)
         heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
-    return out, step
+    return out[:rows], step
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -146,3 +150,26 @@ def test_jobs_leave_out_what_no_row_attends_to() -> None:
     keys = random(KV_HEADS, 1088, DIM)
     _, step = attended(1030, keys, keys, random(4, HEADS, DIM), window=70)
     assert {int(job[2]) for job in step.every[0].jobs[70].view(-1, 4)} == {1, 2}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [3, 513])
+def test_what_pads_a_step_changes_no_bit(case: str, count: int) -> None:
+    keys, values = random(KV_HEADS, 576, DIM, seed=1), random(KV_HEADS, 576, DIM, seed=2)
+    queries, how = random(3, HEADS, DIM, seed=3), CASES[case] | {"most": 1000}
+    alone, _ = attended(count, keys, values, queries, **how)
+    found, step = attended(count, keys, values, queries, pads=True, **how)
+    assert torch.equal(found, alone)
+    assert len(step.tokens) == 4
+    assert all((jobs.view(-1, 4)[:, 1] == 0).any() for part in step.every for jobs in part.jobs.values())
+
+
+@pytest.mark.parametrize("window", [None, 1, 70, 4096])
+def test_a_job_without_rows_reads_and_writes_nothing(window: int | None) -> None:
+    """Every address that it could read is invalid, and what it could write stays NaN."""
+    heads = Heads(launch(), HEADS, KV_HEADS, DIM, DIM, False, False, 0.25, 0.0)
+    nowhere, results = torch.full((16,), -1), [torch.full((size,), torch.nan) for size in (64, 64, 64 * DIM)]
+    queries, jobs = torch.full((4, HEADS, DIM), torch.nan), torch.zeros(8, dtype=torch.int64)
+    where = nowhere, nowhere, nowhere, tuple(results)
+    heads.attend(queries, nowhere, nowhere, jobs, *where, 0, window)
+    assert all(each.isnan().all() for each in results)

@@ -2,7 +2,8 @@
 
 Sequences are read and written by address (`native.places`). A row's bits depend on its tokens and positions alone, as
 with the lean decoder: see `products` and `attention`. What a step needs is brought to the device in one copy. No step
-waits for the device, unless the rotary tables have to grow.
+waits for the device, unless the rotary tables have to grow, or a graph is recorded. On CUDA, small steps whose rows are
+all wanted are repeated by graphs: see `graphs`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -22,9 +24,12 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
+from keepwarm.runtime.gpu_kernels.capture import ALONE, CudaCapture
+from keepwarm.runtime.gpu_kernels.experts import Mixture
+from keepwarm.runtime.gpu_kernels.graphs import Graphs, Pass, written
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
-from keepwarm.runtime.gpu_kernels.step import Attended, Step, flat, pieces, prepared
+from keepwarm.runtime.gpu_kernels.step import Attended, Step, arranged, brought, flat, pieces
 from keepwarm.runtime.native.description import Attention, Description, LayerParts
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.outline import Outline
@@ -42,7 +47,7 @@ class TritonDecoder:
     """Runs forward passes over one model's weights. Only one call may run at a time."""
 
     name = "triton"
-    is_threaded = is_routed = in_blocks = reads_encoded = False
+    is_threaded = in_blocks = reads_encoded = False
     states: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -60,12 +65,17 @@ class TritonDecoder:
         self.dtype = model.dtype
         self.scaling = parts.scaling
         self.threads: int | None = None
+        self.is_routed = bool(parts.experts)
         self._parts, self._windows = parts, tuple(windows)
         launch = Launch(self.dtype, parts.centred, Tiles.of(self.dtype, parts.heads // parts.kv_heads))
         self._launch = launch
         self._heads = _heads(parts, launch)
+        self._mixture = Mixture(launch, parts.alpha, parts.limit)
         self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
-        self._tables = RotaryTables(parts.tables, parts.rotary // 2, self.device)
+        with ALONE:  # the tables wait for the whole device
+            self._tables = RotaryTables(parts.tables, parts.rotary // 2, self.device)
+        is_cuda = self.device.type == "cuda"
+        self._graphs = Graphs(self.device, partial(CudaCapture, self.device) if is_cuda else None)
         with self._on_device():
             self.digest = kernels_digest(launch.compiled(self._embedding))
         # What the model's modules compute beside their weights is part of the arithmetic identity.
@@ -87,6 +97,7 @@ class TritonDecoder:
         """Return a decoder with the same weights, and with tables of its own, for steps beside this one's."""
         other = copy.copy(self)
         other._tables = copy.copy(self._tables)
+        other._graphs = self._graphs.apart()
         return other
 
     def step(
@@ -145,29 +156,56 @@ class TritonDecoder:
     ) -> torch.Tensor:
         """Run the layers, all of them or the first `layers`. The pass ends with the keys and values of the last one if
         nothing is wanted of it."""
-        parts, every = self._parts, self._parts.layers[:layers]
         if not len(ids):
             return self._no_logits()
         with self._on_device():
-            self._tables.grow(int(positions.max()) + 1)
-            how = self.device, set(self._windows), self._heads.rows, self._most
-            step = prepared(ids, positions, placed, wanted, *how)
-            results = self._results(step.results)
-            x = self._launch.embed(step.tokens, self._embedding, parts.embedded)
-            for number, layer in enumerate(every):
-                queries = self._queries(number, layer, x, step, arrivals)
-                if seen is not None:
-                    seen(number, queries.float())
-                is_last = number + 1 == len(every)
-                if is_last and (layers is not None or not len(wanted)):
-                    break
-                mixed = self._attended(number, queries, step, step.few if is_last else step.every, results)
-                if is_last and not step.wants_all:
-                    x, mixed = x.index_select(0, step.wanted), mixed.index_select(0, step.wanted)
-                self._onward(layer, x, mixed)
-            else:
-                return self._launch.logits(self._launch.norm(x, parts.norm), self._head, parts.logit, parts.logit_cap)
-            return self._no_logits()
+            self._reach(int(positions.max()) + 1)
+            plan = arranged(ids, positions, placed, wanted, set(self._windows), self._heads.rows, self._most)
+            x = self._graphs.run(plan, self._pass(arrivals)) if layers is None and seen is None else None
+            if x is None:
+                x = self._through(brought(plan, self.device)[1], layers, arrivals, seen)
+            if layers is not None or not len(wanted):
+                return self._no_logits()
+            parts = self._parts
+            return self._launch.logits(self._launch.norm(x, parts.norm), self._head, parts.logit, parts.logit_cap)
+
+    def _through(
+        self, step: Step, layers: int | None = None, arrivals: ArrivingLayers | None = None, seen: Seen | None = None
+    ) -> torch.Tensor:
+        """Return the wanted rows behind the last layer."""
+        parts, every = self._parts, self._parts.layers[:layers]
+        results = self._results(step.results)
+        x = self._launch.embed(step.tokens, self._embedding, parts.embedded)
+        for number, layer in enumerate(every):
+            queries = self._queries(number, layer, x, step, arrivals)
+            if seen is not None:
+                seen(number, queries.float())
+            is_last = number + 1 == len(every)
+            if is_last and (layers is not None or not len(step.wanted)):
+                break
+            mixed = self._attended(number, queries, step, step.few if is_last else step.every, results)
+            if is_last and not step.wants_all:
+                x, mixed = x.index_select(0, step.wanted), mixed.index_select(0, step.wanted)
+            self._onward(layer, x, mixed)
+        return x
+
+    def _pass(self, arrivals: ArrivingLayers | None) -> Pass:
+        """Return how a step is run whose memory arrives as `arrivals` says."""
+        count = len(self._parts.layers)
+
+        def arrive() -> None:
+            if arrivals is not None:
+                for number in range(count):
+                    arrivals.arrive(number)
+
+        return Pass(self._through, partial(written, heads=self._heads, layers=count, device=self.device), arrive)
+
+    def _reach(self, positions: int) -> None:
+        """Have rotary tables for so many positions."""
+        if positions > self._tables.reached:
+            with ALONE:  # it waits for the whole device
+                self._tables.grow(positions)
+            self._graphs.drop()  # they read the tables that were there before
 
     def _no_logits(self) -> torch.Tensor:
         return torch.empty(0, len(self._head), dtype=torch.float32, device=self.device)
@@ -208,15 +246,21 @@ class TritonDecoder:
 
     def _onward(self, layer: LayerParts, x: torch.Tensor, mixed: torch.Tensor) -> None:
         """Add the results of a layer's two parts to `x`."""
-        launch, parts, mlp = self._launch, self._parts, layer.mlp
-        assert mlp is not None  # as `reasons` says
+        launch, parts = self._launch, self._parts
         more = launch.product(mixed, _attention(layer).o)
         if not parts.parallel:
             launch.add(x, more, layer.after, parts.residual)
-        inner = launch.widen(launch.norm(x, layer.before_mlp), mlp)
+        fed = self._fed(layer, launch.norm(x, layer.before_mlp))
         if parts.parallel:
             launch.add(x, more, layer.after, parts.residual)
-        launch.add(x, launch.product(inner, mlp.down), layer.after_mlp, parts.residual)
+        launch.add(x, fed, layer.after_mlp, parts.residual)
+
+    def _fed(self, layer: LayerParts, h: torch.Tensor) -> torch.Tensor:
+        """Return what a layer's MLP or experts give for normed rows."""
+        if layer.experts is not None:
+            return self._mixture.mixed(h, layer.experts, layer.mlp)
+        assert layer.mlp is not None  # a layer has one or the other
+        return self._launch.product(self._launch.widen(h, layer.mlp), layer.mlp.down)
 
     def _results(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return memory for the results of attention's parts: maxima, totals and sums."""
@@ -246,7 +290,7 @@ def _heads(parts: Description, launch: Launch) -> Heads:
 def kernels_digest(compiled: str) -> str:
     """Return what decides the kernels' arithmetic: their code, and how they are `compiled` (see `Launch.compiled`)."""
     made = hashlib.sha256(f"{triton.__version__} {compiled}".encode())
-    for name in ("rows", "products", "attention", "launch", "plan", "decoder"):
+    for name in ("rows", "products", "routes", "attention", "launch", "experts", "plan", "graphs", "decoder"):
         made.update(resources.files(__package__ or "").joinpath(f"{name}.py").read_bytes())
     return made.hexdigest()
 

@@ -16,7 +16,7 @@ from keepwarm.runtime.gpu_kernels import attention, products, rows
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 
 INTERPRETED = not isinstance(rows.norm, triton.JITFunction)  # by Triton's interpreter, with `TRITON_INTERPRET=1`
-_WHOLE = {"enable_fp_fusion": False}
+WHOLE = {"enable_fp_fusion": False}
 _FEW, _MANY = 8192, 32768  # columns
 _MOVED = 32  # rows that a program copies at once
 _EMBEDDED = 1024  # numbers that a program copies
@@ -76,7 +76,7 @@ class Launch:
     def _embed(tokens: torch.Tensor, table: torch.Tensor, out: torch.Tensor, factor: float) -> Any:
         """Launch the kernel, and return it compiled."""
         grid = len(tokens), -(-table.shape[1] // _EMBEDDED)
-        return rows.embed[grid](tokens, table, out, table.shape[1], factor, BLOCK=_EMBEDDED, **_WHOLE)
+        return rows.embed[grid](tokens, table, out, table.shape[1], factor, BLOCK=_EMBEDDED, **WHOLE)
 
     def norm(self, x: torch.Tensor, by: Norm | None) -> torch.Tensor:
         """Return rows as products take them, normed if there is a norm."""
@@ -188,19 +188,19 @@ class Launch:
         of two wide tiles need more shared memory than many GPUs have."""
         size = {"ROWS": self.tiles.rows, "COLUMNS": self.tiles.columns(columns), "DEPTH": self.tiles.depth}
         stages = 2 if self.dtype is torch.float32 or weights * size["COLUMNS"] > 128 else 3
-        return size | {"BY_HAND": INTERPRETED, "num_warps": 4, "num_stages": stages} | _WHOLE
+        return size | {"BY_HAND": INTERPRETED, "num_warps": 4, "num_stages": stages} | WHOLE
 
 
 def _row(width: int) -> dict[str, Any]:
     """Return how a program takes a whole row."""
     block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": 4 if block <= 4096 else 8} | _WHOLE
+    return {"BLOCK": block, "num_warps": 4 if block <= 4096 else 8} | WHOLE
 
 
 def attending(dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return how attention is compiled. Two stages of wide heads need more shared memory than many GPUs have."""
     stages = 2 if dim * dtype.itemsize <= 256 else 1
-    return {"num_warps": 8 if dim > 128 else 4, "num_stages": stages} | _WHOLE
+    return {"num_warps": 8 if dim > 128 else 4, "num_stages": stages} | WHOLE
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class Heads:
             num_warps=1,
             **self._shape,
             **self.launch.rounds,
-            **_WHOLE,
+            **WHOLE,
         )
         return queries
 
@@ -343,10 +343,10 @@ class Heads:
             SINKS=sinks is not None,
             num_warps=1,
             **self.launch.rounds,
-            **_WHOLE,
+            **WHOLE,
         )
 
     def move(self, moves: torch.Tensor, regions: torch.Tensor, like: torch.Tensor, layer: int, layers: int = 1) -> None:
         """Make moves in some layers. `like` is a tensor of the model's type."""
         grid = len(moves) // 3, 2 * self.kv_heads, layers
-        attention.move[grid](moves, regions, like, layer, ROWS=_MOVED, num_warps=1, **self._shape, **_WHOLE)
+        attention.move[grid](moves, regions, like, layer, ROWS=_MOVED, num_warps=1, **self._shape, **WHOLE)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepwarm.runtime.native.blocks import Blocks
-from keepwarm.runtime.native.description import Description, NotCovered
+from keepwarm.runtime.native.description import Description, Linear, NotCovered
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.windows import differing
 
@@ -49,16 +49,22 @@ def uncovered(model: Any, windows: Sequence[int | None]) -> str:
 
 def _check(found: Description) -> None:
     """Raise NotCovered for what only the kernels for the processor compute."""
-    if found.experts:
-        raise NotCovered("experts")
     if found.recurrent:
         raise NotCovered("recurrent states")
     if isinstance(found.head, Blocks):
         raise NotCovered("weights in blocks")
     if any(attention.gate is not None for attention in found.attentions):
         raise NotCovered("gates of attention")
-    if found.activation == "clamped":
-        raise NotCovered("activation 'clamped'")
+    if any(mlp.activation == "clamped" for mlp in found.mlps):
+        raise NotCovered("activation 'clamped' outside of experts")
     weights = [each.weight for layer in found.layers for each in layer.products]
-    if any(isinstance(each, Blocks) or each.stride() != (each.shape[1], 1) for each in weights):
+    if any(isinstance(each, Blocks) or (each.dim() == 2 and each.stride() != (each.shape[1], 1)) for each in weights):
         raise NotCovered("weights that do not lie row after row")
+    if any(_strides(experts.all.gate) != _strides(experts.all.up) for experts in found.experts):
+        raise NotCovered("experts whose gates lie otherwise than the values beside them")
+
+
+def _strides(linear: Linear | None) -> list[tuple[int, ...] | None]:
+    """Return how a weight and a bias of experts lie in memory."""
+    parts = [] if linear is None else [linear.weight, linear.bias]
+    return [each.stride() if isinstance(each, torch.Tensor) else None for each in parts]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +17,40 @@ from keepwarm.runtime.native.places import Placed
 
 _MOVED = 64  # rows that a move has at most
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 
 @dataclass(frozen=True)
-class Attended:
-    """Jobs on the device; see `plan.Jobs`. `jobs` has those of each window."""
+class Attending(Generic[T]):
+    """Jobs; see `plan.Jobs`. `jobs` has those of each window."""
 
-    rows: torch.Tensor
-    members: torch.Tensor
-    cells: torch.Tensor
-    jobs: dict[int | None, torch.Tensor]
+    rows: T
+    members: T
+    cells: T
+    jobs: dict[int | None, T]
     results: int
 
+    def each(self, of: Callable[[T], U]) -> Attending[U]:
+        """Return what `of` makes of each array."""
+        jobs = {window: of(array) for window, array in self.jobs.items()}
+        return Attending(of(self.rows), of(self.members), of(self.cells), jobs, self.results)
+
 
 @dataclass(frozen=True)
-class Step:
-    """The rows of a step. `every` has the attention of all, `few` that of the `wanted` rows, whose logits are asked
-    for; it is the same where these are all."""
+class Arranged(Generic[T]):
+    """The rows of a step: a `Plan` has arrays of the host, a `Step` tensors of the device. `every` has the attention of
+    all, `few` that of the `wanted` rows, whose logits are asked for; it is the same where these are all."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    pages: torch.Tensor
-    regions: torch.Tensor
-    moves: torch.Tensor
-    wanted: torch.Tensor
-    every: list[Attended]
-    few: list[Attended]
+    tokens: T
+    positions: T
+    slots: T
+    pages: T
+    regions: T
+    moves: T
+    wanted: T
+    every: list[Attending[T]]
+    few: list[Attending[T]]
 
     @property
     def results(self) -> int:
@@ -53,46 +62,60 @@ class Step:
         """Whether the logits of all rows are asked for, in order."""
         return self.every is self.few
 
+    def each(self, of: Callable[[T], U]) -> Arranged[U]:
+        """Return what `of` makes of each array."""
+        every = [part.each(of) for part in self.every]
+        return Arranged(
+            of(self.tokens),
+            of(self.positions),
+            of(self.slots),
+            of(self.pages),
+            of(self.regions),
+            of(self.moves),
+            of(self.wanted),
+            every,
+            every if self.wants_all else [part.each(of) for part in self.few],
+        )
 
-def prepared(
+
+Attended = Attending[torch.Tensor]
+Plan = Arranged[Numbers]
+Step = Arranged[torch.Tensor]
+
+
+def arranged(
     ids: Numbers,
     positions: Numbers,
     placed: Placed,
     wanted: Sequence[int],
-    device: torch.device,
     windows: Collection[int | None],
     tile: int,
     most: int,
-) -> Step:
-    """Bring a step to a device. `tile` and `most`: see `plan.planned`."""
+) -> Plan:
+    """Arrange a step on the host. `tile` and `most`: see `plan.planned`."""
+    asked, rows = np.array(wanted, dtype=np.int64), np.arange(len(ids))
+
+    def attending(chosen: Numbers) -> list[Attending[Numbers]]:
+        return [_within(jobs, positions, windows) for jobs in planned(placed, positions, chosen, tile, most)]
+
+    every = attending(rows)
+    few = every if np.array_equal(asked, rows) else attending(np.unique(asked))
+    memory = placed.slots, placed.pages, flat(placed.regions), pieces(placed.moves)
+    return Arranged(ids, positions, *memory, asked, every, few)
+
+
+def brought(plan: Plan, device: torch.device, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Step]:
+    """Bring a step to a device. Return all its numbers in one piece, and the step, whose tensors are parts of it.
+    `into`: see `Upload.sent`."""
     upload = Upload(device)
-    asked = np.array(wanted, dtype=np.int64)
-    arrays = ids, positions, placed.slots, placed.pages, flat(placed.regions), pieces(placed.moves), asked
-    places = [upload.add(array) for array in arrays]
-    rows = np.arange(len(ids))
-    plans = [planned(placed, positions, rows, tile, most)]
-    if not np.array_equal(asked, rows):
-        plans.append(planned(placed, positions, np.unique(asked), tile, most))
-    added = [[_added(upload, jobs, positions, windows) for jobs in plan] for plan in plans]
-    sent = upload.sent()
-    tokens, at, slots, pages, regions, moves, few = (sent[place] for place in places)
-    attended = [[_on_device(sent, *each) for each in plan] for plan in added]
-    return Step(tokens, at, slots, pages, regions, moves, few, attended[0], attended[-1])
+    places = plan.each(upload.add)
+    sent = upload.sent(into)
+    return sent, places.each(lambda place: sent[place])
 
 
-_Added = tuple[tuple[slice, slice, slice], dict[int | None, slice], int]
-
-
-def _added(upload: Upload, jobs: Jobs, positions: Numbers, windows: Collection[int | None]) -> _Added:
-    places = upload.add(jobs.rows), upload.add(jobs.members), upload.add(jobs.cells)
-    return places, {window: upload.add(jobs.within(window, positions)) for window in windows}, jobs.results
-
-
-def _on_device(
-    sent: torch.Tensor, places: tuple[slice, slice, slice], jobs: dict[int | None, slice], results: int
-) -> Attended:
-    rows, members, cells = (sent[place] for place in places)
-    return Attended(rows, members, cells, {window: sent[place] for window, place in jobs.items()}, results)
+def _within(jobs: Jobs, positions: Numbers, windows: Collection[int | None]) -> Attending[Numbers]:
+    within = {window: jobs.within(window, positions) for window in windows}
+    return Attending(jobs.rows, jobs.members, jobs.cells, within, jobs.results)
 
 
 def flat(regions: npt.NDArray[np.void]) -> Numbers:

@@ -25,9 +25,12 @@ class Upload:
         self._length += len(flat) + len(flat) % 2
         return slice(begin, begin + len(flat))
 
-    def sent(self) -> torch.Tensor:
-        """Return all numbers on the device."""
+    def sent(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return all numbers on the device: in new memory, or in place of those in `into`, which are as many. torch
+        reuses the pinned memory between only once the copy is done."""
         is_host = self._device.type == "cpu"
         held = torch.empty(self._length, dtype=torch.int64, pin_memory=not is_host)
         np.concatenate(self._arrays, out=held.numpy())
+        if into is not None:
+            return into.copy_(held, non_blocking=True)
         return held if is_host else held.to(self._device, non_blocking=True)
