@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.plan import Step
 
 NOT_CODE = (
-    *("benchmarks/results", "papers/results", "tests/stress"),
+    *("benchmarks/results", "papers/results"),
     *("docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github"),
 )
 RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
@@ -33,7 +33,7 @@ def not_read_by(step: Step, root: Path) -> tuple[str, ...]:
     and folders that its own do not use."""
     run = {name for command in step.commands for name in _TESTED.findall(command)}
     folders = {path.name for path in root.glob("tests/*/")}
-    tests = [f"tests/{name}/*test_*.py" for name in sorted(folders - run)]
+    tests = [f"tests/{name}" for name in sorted(folders - run - {"helpers"})]
     programs = {file.relative_to(root).as_posix() for each in FOLDERS for file in (root / each).glob("*.py")}
     used = _used(step, root)
     text = "".join((root / name).read_text(encoding="utf-8") for name in used)
