@@ -10,6 +10,7 @@ from benchmarks.plan import Step
 NOT_CODE = (
     *("benchmarks/results", "papers/results"),
     *("docs", "*.md", "tools", "deploy", "mkdocs.yml", ".ci", ".github"),
+    "pyproject.toml",  # stamps tell the versions that it asks for
 )
 RUNNER = {f"benchmarks/{name}.py" for name in ("all", "execution", "inputs", "plan")}  # stamps hold the commands
 FOLDERS = ("benchmarks", "benchmarks/peers")  # where programs lie, and what they import
