@@ -3,7 +3,8 @@
     python -m benchmarks.gpu [--device cuda] [--part checks times] [--size 0.6b 8b] [--output benchmarks/results-gpu]
 
 Run it from the checkout; it needs torch, transformers and Keepwarm's few pure packages, no network and no weights.
-`checks` stops at the first answer that differs from the one without the cache. There memory is filled with NaN before
+`checks` stops at the first answer that differs from the one without the cache (`--keep-going`: it goes on, and says so
+at the end). There memory is filled with NaN before
 it is given out, and on CUDA every copy and every write is made late (`torch.cuda._sleep`), so that a missing wait
 shows. `times` runs models of real shapes with random weights: time to the first token by tier and length, beside the
 copy's ceiling, a bare step and transformers. Writes `gpu-NAME.jsonl`. It ends with 1 when something was wrong.
@@ -121,7 +122,7 @@ def lines(subject: Subject, cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
     for case in cases:
         if not case.ok:
             yield {"wrong": case.check, "case": case.case, "detail": case.detail}
-            return
+            continue  # where the run is to go on
         counts[case.check] = counts.get(case.check, 0) + 1
     seconds = round(time.perf_counter() - started, 1)
     yield {
@@ -153,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=list(ATTENTION))
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["0.6b", "8b"])
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 8192, 32_768])
+    parser.add_argument("--keep-going", action="store_true", help="go on behind an answer that is wrong")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results-gpu")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -169,12 +171,14 @@ def main(arguments: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     with (options.output / f"gpu-{name}.jsonl").open("w", encoding="utf-8") as file:
         _say(about, file)
+        wrong = 0
         for part in options.part:
             for line in parts[part](options):
                 _say(line, file)
-                if "wrong" in line:
+                wrong += "wrong" in line
+                if wrong and not options.keep_going:
                     return 1
-    return 0
+    return min(wrong, 1)
 
 
 def _say(line: dict[str, Any], file: Any) -> None:

@@ -10,8 +10,10 @@ import secrets
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,20 +85,28 @@ class Checks:
         self._bare.close()
 
     def every(self) -> Iterator[Case]:
-        yield from self.tiers("plain", {})
+        """Yield the cases of all checks. One that raises is wrong."""
+        for name, check in self._all():
+            try:
+                yield from check()
+            except Exception as error:
+                yield Case(name, f"{self.subject.family} {self.subject.dtype}", ok=False, detail=_raised(error))
+
+    def _all(self) -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
+        yield "plain", partial(self.tiers, "plain", {})
         if find_spec("cryptography"):
             key = self.subject.work / "key"
             key.write_text(secrets.token_hex(32))
-            yield from self.tiers("encrypted", {"store_key_file": key})
-        yield from self.tiers("mapped", {"map_files": True})
-        yield from self.codecs()
-        yield from self.answers()
-        yield from self.sessions()
-        yield from self.threads()
-        yield from self.batches()
-        yield from self.processes()
+            yield "encrypted", partial(self.tiers, "encrypted", {"store_key_file": key})
+        yield "mapped", partial(self.tiers, "mapped", {"map_files": True})
+        yield "codecs", self.codecs
+        yield "after an answer", self.answers
+        yield "sessions", self.sessions
+        yield "threads", self.threads
+        yield "batches", self.batches
+        yield "second process", self.processes
         if self.subject.family == "dense":
-            yield from self.chunks()
+            yield "chunks", self.chunks
 
     # ---- helpers ----
 
@@ -256,6 +266,12 @@ class Checks:
                 )
                 finite = all(each.logprob == each.logprob for each in result.logprobs or ())
                 yield Case("chunks", f"order {order}", finite and bool(result.exactness), f"label {result.exactness}")
+
+
+def _raised(error: Exception) -> str:
+    """Return the error, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
 
 
 def answer_child(subject: Subject, store: Path, prompt: list[int]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-ON_TRITON = ("dense", "windowed")  # the families that the kernels for GPUs run
+ON_TRITON = ("dense", "windowed", "experts")  # the families that the kernels for GPUs run
 
 # The shapes of models that people run. Weights are random: times do not depend on them.
 SIZES: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ from keepwarm.errors import KeepwarmError, UnsupportedModel
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm, LayerForm
 from keepwarm.runtime.filling import packed
+from keepwarm.runtime.gpu_kernels.capture import ALONE
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
@@ -65,7 +66,8 @@ def again(decoder: Decoder, model: PreTrainedModel, geometry: KVGeometry) -> Dec
     if decoder.name == "lean":
         return lean_decoder(model, geometry)
     if (device := device_of_weights(model)).type == "cuda":
-        torch.cuda.synchronize(device)  # steps of other streams read what the decoder takes with it
+        with ALONE:
+            torch.cuda.synchronize(device)  # steps of other streams read what the decoder takes with it
     try:
         return triton_decoder(model, geometry)
     except ValueError as reason:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -46,6 +45,7 @@ _OWN = ("past_key_values", "cache_params", "state", "mems")  # models' names for
 _FEW = 3  # tokens that show what a layer keeps
 _TOKENS = 48  # tokens that show whether parts agree with the whole; more to go beyond a short window
 _WINDOW = 64
+_EMPTY = getattr(cache_utils, "DummyLayer", None)  # what keeps nothing, from transformers 5.23 on
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID)
 _FAILURES = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)  # of a model's own code
@@ -185,7 +185,7 @@ def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         window = getattr(layer, "sliding_window", None)
-        if type(layer) is DummyLayer or (type(layer) in _KEPT[:3] and keys is None):
+        if type(layer) is _EMPTY or (type(layer) in _KEPT[:3] and keys is None):
             forms.append(LayerForm())
         elif type(layer) in _KEPT and _is_per_token(keys, values, window):
             at = add(keys, values, window)

@@ -7,6 +7,7 @@ It is the CPU behind another port, so that tests find on every machine what othe
   it. Until then its target is unchanged. Pinned memory begins as NaN, too.
 - What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
   to wait for the stream that wrote its bytes copies NaN, since they may not be there yet. `faults` says where.
+- A device may also copy at once. So bytes of the host that change between the call and the copy become NaN, and a fault.
 - Memory of somebody else (`adopt`) is copied to and from by address, and `use` says what is computed over it. There it
   is a fault, too, to write over what a stream reads without waiting for that stream.
 """
@@ -17,10 +18,12 @@ import ctypes
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -268,11 +271,11 @@ class AdversarialPort(DevicePort):
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, LateStream)
-        memory = self._memory(target)
+        memory, given = self._memory(target), _sum(source)
 
         def land() -> None:
             written = _like(memory.written, target)
-            if self._ordered(written, stream, "written over"):
+            if self._ordered(written, stream, "written over") & self._unchanged(given, _sum(source)):
                 target.copy_(source)
             else:
                 target.fill_(_NAN)
@@ -299,16 +302,18 @@ class AdversarialPort(DevicePort):
         assert isinstance(stream, LateStream)
         late, held = stream, [pinned]
         plan = list(zip(copies.sources.tolist(), copies.targets.tolist(), copies.sizes.tolist(), strict=True))
+        given = [_sum_at(source, size) if copies.inward else 0 for source, _, size in plan]
 
         def land() -> None:
             mark = late.tick()
-            for source, target, size in plan:
+            for before, (source, target, size) in zip(given, plan, strict=True):
                 memory, part = self._at(target if copies.inward else source, size)
                 written = memory.written[part]
                 what = "copied over" if copies.inward else "copied out"
                 good = self._ordered(written, late, what)
                 if copies.inward:
-                    good &= self._unread(memory, partial(_part, part=part), late, what)
+                    good &= self._unread(memory, itemgetter(part), late, what)
+                    good &= self._unchanged(before, _sum_at(source, size))
                     written.fill_(mark)
                     ctypes.memmove(target, source, size) if good else ctypes.memset(target, _NAN, size)
                 else:
@@ -324,6 +329,12 @@ class AdversarialPort(DevicePort):
             if base <= address and address + size <= base + memory.nbytes:
                 return memory, slice(address - base, address - base + size)
         raise AssertionError(f"{size} bytes at {address:#x} are not this device's")
+
+    def _unchanged(self, given: int, found: int) -> bool:
+        """Whether bytes of the host are those that they were when their copy was queued."""
+        if given != found:
+            self.faults.append("bytes of the host changed before their copy was done")
+        return given == found
 
     def _unread(
         self, memory: LateMemory, part: Callable[[torch.Tensor], torch.Tensor], stream: LateStream, what: str
@@ -361,8 +372,12 @@ class AdversarialPort(DevicePort):
         return not late
 
 
-def _part(marks: torch.Tensor, part: slice) -> torch.Tensor:
-    return marks[part]
+def _sum(source: torch.Tensor) -> int:
+    return zlib.crc32(source.contiguous().numpy())
+
+
+def _sum_at(address: int, size: int) -> int:
+    return zlib.crc32((ctypes.c_char * size).from_address(address))
 
 
 def _join(known: dict[int, int], other: dict[int, int]) -> None:

@@ -322,8 +322,10 @@ class Arena:
         self._in_place.map(start, end, region)
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        if staged := self._staged.pop(layer, None):
-            load(staged)
+        staged = self._staged.pop(layer, [])  # of other runs, too, which may still be read
+        self._staged[layer] = [each for each in staged if not start <= each.start < end]
+        if done := [each for each in staged if start <= each.start < end]:
+            load(done)
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.layers[layer].plane(kv).save(start, end)
