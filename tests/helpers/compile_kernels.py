@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keepwarm.runtime.gpu_kernels import attention, products, rows
-from keepwarm.runtime.gpu_kernels.launch import Launch, Tiles, attending
+from keepwarm.runtime.gpu_kernels.launch import attending, tiled
+from keepwarm.runtime.gpu_kernels.tiles import Tiles
 
 GROUP = 4
 HEADS = {"HEADS": 8, "KV_HEADS": 2, "DIM": 64}
@@ -26,6 +27,9 @@ NUMBERS = {"tokens", "positions", "slots", "regions", "members", "jobs", "pages"
 NARROW = {"table", "weight", "up", "gate", "bias", "up_bias", "gate_bias", "queries", "out", "like", "sinks", "y"}
 EVEN = {"width", "columns", "depth", "x_stride", "y_stride"}  # multiples of 16 in most models
 WIDE = 40_000  # columns
+TILES = {"product": 7, "widen": 6}  # that half precision may take
+# Bytes for a program, by NVIDIA's architecture.
+SHARED: dict[object, int] = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Each kernel with its constants, and the pointers that are float32 in it whatever the model's type.
 KERNELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "embed": (rows.embed, {"BLOCK": 1024}, {"out"}),
@@ -43,6 +47,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "move": (attention.move, HEADS | {"ROWS": 32}, set()),
 }
 ATTEND = HEADS | {"GROUP": GROUP, "WINDOWED": True, "CAPPED": True, "ROUND": False, "BY_HAND": False}
+KERNELS |= {f"{name}-{number}": KERNELS[name] for name, many in TILES.items() for number in range(many)}
 KERNELS |= {f"attend-{dim}": (attention.attend, ATTEND | {"DIM": dim}, set()) for dim in (64, 128, 256)}
 
 
@@ -61,11 +66,14 @@ def kind(name: str, dtype: str, wide: set[str], constants: dict[str, Any]) -> st
     return f"*{dtype}" if name in NARROW - wide else "*fp32"
 
 
-def given(name: str, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A kernel's constants and options for a model's type."""
-    tiles = Tiles.of(dtype, GROUP)
-    if name in ("product", "logits", "widen"):
-        return constants | Launch(dtype, True, tiles).tile(WIDE, 2 if name == "widen" else 1)
+def given(name: str, constants: dict[str, Any], dtype: torch.dtype, arch: object) -> dict[str, Any]:
+    """A kernel's constants and options for a model's type and an architecture."""
+    tiles = Tiles.of(dtype, GROUP, SHARED.get(arch, 0))
+    kernel, _, number = name.partition("-")
+    if kernel in ("product", "logits", "widen"):
+        weights = 2 if kernel == "widen" else 1
+        all_rows = tiles.of_all(WIDE, weights)
+        return constants | tiled(tiles.sizes[weights - 1][int(number)] if number and tiles.sizes else all_rows)
     more: dict[str, Any] = {"SIZE": dtype.itemsize, "enable_fp_fusion": False, "num_warps": 4}
     if name.startswith("attend"):
         more |= {"LANES": tiles.lanes} | attending(constants["DIM"], dtype)
@@ -75,7 +83,7 @@ def given(name: str, constants: dict[str, Any], dtype: torch.dtype) -> dict[str,
 def compiled(name: str, dtype: torch.dtype, target: GPUTarget) -> dict[str, Any]:
     """Compile one kernel for a model's type. Return what it needs, and Triton's name of it."""
     kernel, constants, wide = KERNELS[name]
-    all_of_it = given(name, constants, dtype)
+    all_of_it = given(name, constants, dtype, target.arch)
     constants = {each: value for each, value in all_of_it.items() if each in kernel.arg_names}
     options = {each: value for each, value in all_of_it.items() if each not in constants and each.islower()}
     short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

@@ -38,8 +38,8 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
 PRODUCTS = {"widen": "widen", "narrow": "product", "gate": "product"}  # how `others` names what is compiled alike
 
 
-def given(name: str, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return USUAL(PRODUCTS.get(name.split("-")[0], name), constants, dtype)
+def given(name: str, constants: dict[str, Any], dtype: torch.dtype, arch: object) -> dict[str, Any]:
+    return USUAL(PRODUCTS.get(name.split("-")[0], name), constants, dtype, arch)
 
 
 if __name__ == "__main__":

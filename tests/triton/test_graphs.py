@@ -21,8 +21,9 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.runtime import device
 from keepwarm.runtime.gpu_kernels import graphs
 from keepwarm.runtime.gpu_kernels.graphs import Graphs, form_of, padded, repeats
-from keepwarm.runtime.gpu_kernels.launch import Launch, Tiles
+from keepwarm.runtime.gpu_kernels.launch import Launch
 from keepwarm.runtime.gpu_kernels.step import Plan, arranged
+from keepwarm.runtime.gpu_kernels.tiles import Tiles
 from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced, works
 from keepwarm.runtime.native.proof import variance
 from keepwarm.testing.device import AdversarialPort

@@ -10,8 +10,9 @@ import torch
 
 from keepwarm.runtime.gpu_kernels import products
 from keepwarm.runtime.gpu_kernels.graphs import padded
-from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
+from keepwarm.runtime.gpu_kernels.launch import Heads, Launch
 from keepwarm.runtime.gpu_kernels.step import Step, arranged, brought
+from keepwarm.runtime.gpu_kernels.tiles import Tiles
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 from keepwarm.runtime.native.places import Region, Sequenced, works
 

@@ -7,7 +7,7 @@ It is the CPU behind another port, so that tests find on every machine what othe
   it. Until then its target is unchanged. Pinned memory begins as NaN, too.
 - What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
   to wait for the stream that wrote its bytes copies NaN, since they may not be there yet. `faults` says where.
-- A device may also copy at once. So bytes of the host that change between the call and the copy become NaN, and a fault.
+- A device may also copy at once. So it is a fault, too, if bytes of the host change before their copy, which is NaN.
 - Memory of somebody else (`adopt`) is copied to and from by address, and `use` says what is computed over it. There it
   is a fault, too, to write over what a stream reads without waiting for that stream.
 """

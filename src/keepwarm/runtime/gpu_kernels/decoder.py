@@ -27,9 +27,11 @@ from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.gpu_kernels.capture import ALONE, CudaCapture
 from keepwarm.runtime.gpu_kernels.experts import Mixture
 from keepwarm.runtime.gpu_kernels.graphs import Graphs, Pass, written
-from keepwarm.runtime.gpu_kernels.launch import Heads, Launch, Tiles
+from keepwarm.runtime.gpu_kernels.launch import Heads, Launch
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.gpu_kernels.step import Attended, Step, arranged, brought, flat, pieces
+from keepwarm.runtime.gpu_kernels.tile_check import checked
+from keepwarm.runtime.gpu_kernels.tiles import Tiles
 from keepwarm.runtime.native.description import Attention, Description, LayerParts
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.outline import Outline
@@ -67,8 +69,8 @@ class TritonDecoder:
         self.threads: int | None = None
         self.is_routed = bool(parts.experts)
         self._parts, self._windows = parts, tuple(windows)
-        launch = Launch(self.dtype, parts.centred, Tiles.of(self.dtype, parts.heads // parts.kv_heads))
-        self._launch = launch
+        with self._on_device():
+            launch = self._launch = _launch(parts, self.dtype, self.device)
         self._heads = _heads(parts, launch)
         self._mixture = Mixture(launch, parts.alpha, parts.limit)
         self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
@@ -273,6 +275,16 @@ class TritonDecoder:
         return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
 
 
+def _launch(parts: Description, dtype: torch.dtype, device: torch.device) -> Launch:
+    group = parts.heads // parts.kv_heads
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Launch(dtype, parts.centred, Tiles.of(dtype, group))
+    found: Any = torch.cuda.get_device_properties(device)
+    tiles = Tiles.of(dtype, group, found.shared_memory_per_block_optin, found.multi_processor_count)
+    gated = (mlp.activation for mlp in parts.mlps if mlp.gate is not None)
+    return checked(Launch(dtype, parts.centred, tiles), next(gated, "silu"), device)
+
+
 def _heads(parts: Description, launch: Launch) -> Heads:
     return Heads(
         launch,
@@ -290,7 +302,7 @@ def _heads(parts: Description, launch: Launch) -> Heads:
 def kernels_digest(compiled: str) -> str:
     """Return what decides the kernels' arithmetic: their code, and how they are `compiled` (see `Launch.compiled`)."""
     made = hashlib.sha256(f"{triton.__version__} {compiled}".encode())
-    for name in ("rows", "products", "routes", "attention", "launch", "experts", "plan", "graphs", "decoder"):
+    for name in ("rows", "products", "routes", "attention", "launch", "tiles", "experts", "plan", "graphs", "decoder"):
         made.update(resources.files(__package__ or "").joinpath(f"{name}.py").read_bytes())
     return made.hexdigest()
 

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from keepwarm.runtime.gpu_kernels import routes
-from keepwarm.runtime.gpu_kernels.launch import WHOLE, Launch
+from keepwarm.runtime.gpu_kernels.launch import WHOLE, Launch, tiled
 from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.description import ACTIVATIONS, Experts, Linear, Mlp
 
@@ -71,7 +71,7 @@ class Mixture:
     def routed(self, h: torch.Tensor, experts: Experts) -> Routes:
         """Choose the experts of normed rows. Scores are sums of float32, and not rounded."""
         scores = self.launch.product(h, experts.router)
-        (rows, count), tile = scores.shape, self.launch.tiles.rows
+        (rows, count), tile = scores.shape, self.launch.tiles.base.rows
         chosen, pairs = experts.chosen, rows * experts.chosen
         most, size = _most_tiles(pairs, count, tile), routes.TILE.value
         numbers = torch.zeros(size * most + count, dtype=torch.int64, device=h.device)
@@ -92,7 +92,8 @@ class Mixture:
         apart, across, along = up.stride()
         bias_apart, bias_across = (0, 0) if bias is None else bias.stride()
         y = torch.empty(len(found.order), out, dtype=self.launch.dtype, device=h.device)
-        routes.widen[len(found.tiles), -(-out // self.launch.tiles.columns(out))](
+        tile = self.launch.tiles.of_all(out, 2)
+        routes.widen[len(found.tiles), -(-out // tile.columns)](
             h,
             up,
             mlp.gate.weight,
@@ -114,7 +115,7 @@ class Mixture:
             ALONG=along,
             BIAS_ACROSS=bias_across,
             **self.launch.rounds,
-            **self.launch.tile(out, 2),
+            **tiled(tile),
         )
         return y
 
@@ -124,7 +125,8 @@ class Mixture:
         _, out, depth = weight.shape
         apart, across, along = weight.stride()
         y = torch.empty(len(x), out, dtype=torch.float32, device=x.device)
-        routes.narrow[len(found.tiles), -(-out // self.launch.tiles.columns(out))](
+        tile = self.launch.tiles.of_all(out)
+        routes.narrow[len(found.tiles), -(-out // tile.columns)](
             x,
             weight,
             bias,
@@ -138,7 +140,7 @@ class Mixture:
             BIASED=bias is not None,
             ACROSS=across,
             ALONG=along,
-            **self.launch.tile(out),
+            **tiled(tile),
         )
         return y
 

@@ -1,7 +1,6 @@
 """Launches the kernels on tensors of one device.
 
-Tiles depend on the model's type and on a weight's shape, never on the number of rows. `enable_fp_fusion` is off, so
-that a sum has the same bits wherever the compiler meets it.
+`enable_fp_fusion` is off, so that a sum has the same bits wherever the compiler meets it.
 """
 
 from __future__ import annotations
@@ -13,36 +12,12 @@ import torch
 import triton
 
 from keepwarm.runtime.gpu_kernels import attention, products, rows
+from keepwarm.runtime.gpu_kernels.tiles import INTERPRETED, Tile, Tiles
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 
-INTERPRETED = not isinstance(rows.norm, triton.JITFunction)  # by Triton's interpreter, with `TRITON_INTERPRET=1`
 WHOLE = {"enable_fp_fusion": False}
-_FEW, _MANY = 8192, 32768  # columns
 _MOVED = 32  # rows that a program copies at once
 _EMBEDDED = 1024  # numbers that a program copies
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Sizes of a product's tiles, and how many queries of one key head a program of attention takes."""
-
-    rows: int
-    depth: int
-    lanes: int
-    narrow: int  # columns of a tile, for weights with few columns; more have two or four times as many
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, group: int) -> Tiles:
-        """`group` is how many heads of queries share one of keys."""
-        least = triton.next_power_of_2(group)
-        if INTERPRETED:
-            return cls(16, 64, max(16, least), 256)
-        if dtype is torch.float32:
-            return cls(32, 32, max(16, least), 32)
-        return cls(64, 64, max(64, least), 32)
-
-    def columns(self, count: int) -> int:
-        return self.narrow * (1 if count < _FEW else 2 if count < _MANY else 4)
 
 
 @dataclass(frozen=True)
@@ -139,7 +114,8 @@ class Launch:
         self, x: torch.Tensor, by: Linear, y: torch.Tensor, how: dict[str, bool], factor: float = 1.0, cap: float = 0.0
     ) -> torch.Tensor:
         out, depth = by.weight.shape
-        products.product[self._grid(len(x), out)](
+        tile = self.tiles.of_rows(len(x), out)
+        products.product[tile.grid(len(x), out)](
             x,
             by.weight,
             by.bias,
@@ -152,7 +128,7 @@ class Launch:
             cap,
             BIASED=by.bias is not None,
             **({"ROUND": False} | how),
-            **self.tile(out),
+            **tiled(tile),
         )
         return y
 
@@ -161,7 +137,8 @@ class Launch:
         out, depth = mlp.up.weight.shape
         gate = mlp.gate
         y = torch.empty(len(x), out, dtype=self.dtype, device=x.device)
-        products.widen[self._grid(len(x), out)](
+        tile = self.tiles.of_rows(len(x), out, 1 if gate is None else 2)
+        products.widen[tile.grid(len(x), out)](
             x,
             mlp.up.weight,
             None if gate is None else gate.weight,
@@ -176,19 +153,14 @@ class Launch:
             BIASED=mlp.up.bias is not None,
             GATE_BIASED=gate is not None and gate.bias is not None,
             **self.rounds,
-            **self.tile(out, 1 if gate is None else 2),
+            **tiled(tile),
         )
         return y
 
-    def _grid(self, count: int, columns: int) -> tuple[int, int]:
-        return -(-count // self.tiles.rows), -(-columns // self.tiles.columns(columns))
 
-    def tile(self, columns: int, weights: int = 1) -> dict[str, Any]:
-        """Return how a product with so many weights is computed and compiled. Each has so many `columns`. Three stages
-        of two wide tiles need more shared memory than many GPUs have."""
-        size = {"ROWS": self.tiles.rows, "COLUMNS": self.tiles.columns(columns), "DEPTH": self.tiles.depth}
-        stages = 2 if self.dtype is torch.float32 or weights * size["COLUMNS"] > 128 else 3
-        return size | {"BY_HAND": INTERPRETED, "num_warps": 4, "num_stages": stages} | WHOLE
+def tiled(tile: Tile) -> dict[str, Any]:
+    """Return how a product is compiled for a tile."""
+    return {"BY_HAND": INTERPRETED} | tile.options | WHOLE
 
 
 def _row(width: int) -> dict[str, Any]:
