@@ -92,7 +92,8 @@ def small(family: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
 
 
 def shaped(size: str, device: str) -> tuple[Any, Any]:
-    """Return a Qwen 3 of a given size with random weights in bfloat16, made on the device, and its tokenizer."""
+    """Return a Qwen 3 of a given size with random weights in bfloat16, made on the device, and its tokenizer. As in
+    trained models, layers add little to what they get: otherwise each amplifies the rounding of those before."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -101,6 +102,10 @@ def shaped(size: str, device: str) -> tuple[Any, Any]:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES[size]))
     finally:
         torch.set_default_dtype(before)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                last.weight /= (2 * len(model.model.layers)) ** 0.5
     return model.eval(), byte_tokenizer()
 
 

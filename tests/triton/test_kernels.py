@@ -105,7 +105,7 @@ def attended(
     out = torch.empty(len(queries), HEADS * DIM)
     for each in step.every:
         where = step.pages, step.regions, each.cells, results
-        heads.attend(queries, step.positions, each.members, each.jobs[window], *where, 0, window)
+        heads.attend(queries, step.positions, each.members, each.jobs[window], each.widest, *where, 0, window)
         heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
     return out[:rows], step
 
@@ -150,7 +150,7 @@ def test_attention_is_that_of_float64(case: str, count: int) -> None:
 def test_jobs_leave_out_what_no_row_attends_to() -> None:
     keys = random(KV_HEADS, 1088, DIM)
     _, step = attended(1030, keys, keys, random(4, HEADS, DIM), window=70)
-    assert {int(job[2]) for job in step.every[0].jobs[70].view(-1, 4)} == {1, 2}
+    assert {int(job[2]) for job in step.every[0].jobs[70].view(-1, 4)} == {3, 4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,5 +172,5 @@ def test_a_job_without_rows_reads_and_writes_nothing(window: int | None) -> None
     nowhere, results = torch.full((16,), -1), [torch.full((size,), torch.nan) for size in (64, 64, 64 * DIM)]
     queries, jobs = torch.full((4, HEADS, DIM), torch.nan), torch.zeros(8, dtype=torch.int64)
     where = nowhere, nowhere, nowhere, tuple(results)
-    heads.attend(queries, nowhere, nowhere, jobs, *where, 0, window)
+    heads.attend(queries, nowhere, nowhere, jobs, 1, *where, 0, window)
     assert all(each.isnan().all() for each in results)

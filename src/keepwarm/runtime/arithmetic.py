@@ -75,7 +75,6 @@ _SDP = (
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_math_sdp_enabled",
-    "_get_cudnn_sdp_enabled",
     "_get_overrideable_sdp_enabled",
     "_get_fa3_sdp_enabled",
     "_get_math_sdp_allow_fp16_bf16_reduction",

@@ -5,6 +5,7 @@ until their module runs. Until then these tensors are on the device "meta"."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -93,6 +94,34 @@ def _source(module: torch.nn.Module, name: str) -> tuple[Mapping[str, torch.Tens
             held = getattr(source, "state_dict", None)
             return (held if isinstance(held, dict) and name in held else source), name
     raise UnsupportedModel(f"tensors of its {type(module).__name__} are on the device 'meta', that is: not loaded")
+
+
+class Cudnn:
+    """cuDNN's attention, which torch may prefer on CUDA. It makes a plan for each length of a sequence, so decoding
+    takes 2 ms per layer and token on an H100. torch has one switch for all threads: the first who comes turns it, and
+    the last who leaves turns it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Compute attention without cuDNN while the `with` block runs."""
+        with self._lock:
+            if not self._users:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+CUDNN = Cudnn()
 
 
 @contextmanager

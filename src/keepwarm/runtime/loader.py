@@ -308,7 +308,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     none = kept.uncached_reason or wide or not geometry.layers
     if config.attention == "triton":
-        return on_triton(own, kept, "no KV that our kernels can keep" if none else "")
+        return on_triton(own, kept, (kept.uncached_reason or "no KV that our kernels can keep") if none else "")
     if none or config.attention == "model":
         return own
     ours = own

@@ -19,7 +19,7 @@ from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
-from keepwarm.runtime.dispatch import device_of, devices, without_autocast
+from keepwarm.runtime.dispatch import CUDNN, device_of, devices, without_autocast
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.places import Sequenced
 from keepwarm.runtime.stepping import Decoder
@@ -101,12 +101,14 @@ class Runner:
 
     @contextmanager
     def _running(self, attention: str | None) -> Iterator[None]:
-        """Run one step at a time, in the model's own precision whatever the caller's autocast setting."""
+        """Run one step at a time, in the model's own precision whatever the caller's autocast setting, and without
+        cuDNN's attention."""
         with (
             self.lock,
             self.port.memory_for("a step"),
             torch.inference_mode(),
             without_autocast(self._kinds),
+            CUDNN.unused() if "cuda" in self._kinds else nullcontext(),
             switched(self.model, None if self.model.training else attention),  # dropout is the model's own
         ):
             yield

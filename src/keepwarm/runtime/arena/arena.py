@@ -245,8 +245,9 @@ class Arena:
         """Have all layers on the device before what the calling thread computes next. The host reads what lies
         elsewhere where it is."""
         if not self.port.is_host:
+            turns = InTurn(self.layers)
             for layer in range(len(self.layers)):
-                InTurn(self.layers).arrive(layer)
+                turns.arrive(layer)
 
     @property
     def region(self) -> Region:

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepwarm.runtime.arena.gap import first_attended
 from keepwarm.runtime.arena.late import Late, written
+from keepwarm.runtime.device import Stream
 from keepwarm.runtime.device.plane import Plane
 from keepwarm.runtime.native.places import UNIT
 from keepwarm.runtime.waiting import Waiting
@@ -88,9 +89,9 @@ class ArenaLayer(CacheLayerMixin):
         """Write deferred positions from `start` on, too. Attention still reads them where they are kept."""
         written(self._late, start, whole=False)
 
-    def turn(self) -> None:
-        """Order the calling thread's next computations after the copies under way."""
-        self.plane(0).turns.take()  # shared with the values
+    def turn(self, stream: Stream | None = None) -> None:
+        """Order the further work of a stream (None: the calling thread's) after the copies under way."""
+        self.plane(0).turns.take(stream)  # shared with the values
 
     def seek(self, length: int) -> None:
         """Make the first `length` positions the valid ones."""

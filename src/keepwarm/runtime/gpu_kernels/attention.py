@@ -1,6 +1,6 @@
 """Triton kernels of attention over pages.
 
-Positions are attended to in parts of 512, counted from position 0. A program computes one part for some rows that read
+Positions are attended to in parts of 256, counted from position 0. A program computes one part for some rows that read
 the same pages, page after page in order of position; a part's running softmax starts anew. Another kernel merges the
 parts of a row in order of position. So the bits of a row depend on its position and on what it attends to, and not on
 which rows are computed together.
@@ -17,7 +17,7 @@ import triton.language as tl
 from keepwarm.runtime.gpu_kernels.products import capped
 from keepwarm.runtime.gpu_kernels.rows import rounded
 
-PART = tl.constexpr(512)  # positions; as in model.h
+PART = tl.constexpr(256)  # positions: shorter ones decode sooner, and leave more results to merge
 UNIT = tl.constexpr(64)
 PAGE = tl.constexpr(8)
 REGION = tl.constexpr(5)  # numbers of a region

@@ -2,8 +2,8 @@
 
 Sequences are read and written by address (`native.places`). A row's bits depend on its tokens and positions alone, as
 with the lean decoder: see `products` and `attention`. What a step needs is brought to the device in one copy. No step
-waits for the device, unless the rotary tables have to grow, or a graph is recorded. On CUDA, small steps whose rows are
-all wanted are repeated by graphs: see `graphs`.
+waits for the device, unless the rotary tables have to grow, or a graph is recorded. On CUDA, small steps are repeated
+by graphs: see `graphs`. All their rows then go through the whole last layer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.gpu_kernels.capture import ALONE, CudaCapture
 from keepwarm.runtime.gpu_kernels.experts import Mixture
-from keepwarm.runtime.gpu_kernels.graphs import Graphs, Pass, written
+from keepwarm.runtime.gpu_kernels.graphs import ROWS, Graphs, Pass, written
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch
+from keepwarm.runtime.gpu_kernels.plan import Numbers
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
-from keepwarm.runtime.gpu_kernels.step import Attended, Step, arranged, brought, flat, pieces
+from keepwarm.runtime.gpu_kernels.step import Attended, Plan, Step, arranged, asked, brought, flat, pieces
 from keepwarm.runtime.gpu_kernels.tile_check import checked
 from keepwarm.runtime.gpu_kernels.tiles import Tiles
+from keepwarm.runtime.gpu_kernels.upload import Upload
 from keepwarm.runtime.native.description import Attention, Description, LayerParts
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.outline import Outline
@@ -40,7 +42,7 @@ from keepwarm.runtime.native.tables import RotaryTables
 from keepwarm.runtime.stepping import ArrivingLayers
 
 _LEAST = (3, 4)  # Triton's version; as in pyproject.toml
-_RESULTS = 64 << 20  # bytes of the results of attention's parts that are in memory at the same time
+_RESULTS = 128 << 20  # bytes of the results of attention's parts that are in memory at the same time
 
 Seen = Callable[[int, torch.Tensor], None]
 
@@ -139,12 +141,14 @@ class TritonDecoder:
         regions = flat(np.array([region.record for region in (source, target)], dtype=Region.DTYPE))
         moves = pieces(np.array([(row, 1 << 32 | at, rows)], MOVE))
         with self._on_device():
-            numbers = torch.from_numpy(np.concatenate([regions.ravel(), moves.ravel()]))
-            if self.device.type != "cpu":
-                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-            here = torch.empty(1, dtype=self.dtype, device=self.device)
-            count = regions.size
-            self._heads.move(numbers[count:], numbers[:count], here, 0, len(self._parts.layers))
+            self._move(moves, regions)
+
+    def _move(self, moves: Numbers, regions: Numbers) -> None:
+        """Make moves in all layers."""
+        upload = Upload(self.device)
+        which, where = upload.add(moves), upload.add(regions)
+        numbers, like = upload.sent(), torch.empty(1, dtype=self.dtype, device=self.device)
+        self._heads.move(numbers[which], numbers[where], like, 0, len(self._parts.layers))
 
     def _run(
         self,
@@ -162,19 +166,21 @@ class TritonDecoder:
             return self._no_logits()
         with self._on_device():
             self._reach(int(positions.max()) + 1)
-            plan = arranged(ids, positions, placed, wanted, set(self._windows), self._heads.rows, self._most)
-            x = self._graphs.run(plan, self._pass(arrivals)) if layers is None and seen is None else None
+            small = layers is None and seen is None and self._graphs.repeat and len(ids) <= ROWS
+            every = set(self._windows), self._heads.rows, self._most
+            plan = arranged(ids, positions, placed, wanted, *every, whole=small and len(wanted) > 0)
+            x = self._graphs.run(plan, self._pass(arrivals)) if small else None
             if x is None:
                 x = self._through(brought(plan, self.device)[1], layers, arrivals, seen)
             if layers is not None or not len(wanted):
                 return self._no_logits()
-            parts = self._parts
+            parts, x = self._parts, asked(x, plan.wanted) if plan.is_whole else x
             return self._launch.logits(self._launch.norm(x, parts.norm), self._head, parts.logit, parts.logit_cap)
 
     def _through(
         self, step: Step, layers: int | None = None, arrivals: ArrivingLayers | None = None, seen: Seen | None = None
     ) -> torch.Tensor:
-        """Return the wanted rows behind the last layer."""
+        """Return rows behind the last layer: all if the step is whole, else the wanted ones."""
         parts, every = self._parts, self._parts.layers[:layers]
         results = self._results(step.results)
         x = self._launch.embed(step.tokens, self._embedding, parts.embedded)
@@ -186,7 +192,7 @@ class TritonDecoder:
             if is_last and (layers is not None or not len(step.wanted)):
                 break
             mixed = self._attended(number, queries, step, step.few if is_last else step.every, results)
-            if is_last and not step.wants_all:
+            if is_last and not step.is_whole:
                 x, mixed = x.index_select(0, step.wanted), mixed.index_select(0, step.wanted)
             self._onward(layer, x, mixed)
         return x
@@ -200,7 +206,11 @@ class TritonDecoder:
                 for number in range(count):
                     arrivals.arrive(number)
 
-        return Pass(self._through, partial(written, heads=self._heads, layers=count, device=self.device), arrive)
+        def move(plan: Plan) -> None:
+            if plan.moves.size:
+                self._move(plan.moves, plan.regions)
+
+        return Pass(self._through, partial(written, heads=self._heads, layers=count, device=self.device), arrive, move)
 
     def _reach(self, positions: int) -> None:
         """Have rotary tables for so many positions."""
@@ -242,7 +252,7 @@ class TritonDecoder:
         for each in plan:
             jobs = each.jobs[window]
             where = step.pages, step.regions, each.cells, results
-            heads.attend(queries, step.positions, each.members, jobs, *where, number, window)
+            heads.attend(queries, step.positions, each.members, jobs, each.widest, *where, number, window)
             heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
         return out
 

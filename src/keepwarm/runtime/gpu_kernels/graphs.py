@@ -23,22 +23,23 @@ from keepwarm.runtime.gpu_kernels.upload import Upload
 
 log = logging.getLogger(__name__)
 
-_ROWS = 64  # that a step has at most: of larger ones launching is a smaller part
+ROWS = 256  # that a step has at most: of larger ones launching is a smaller part
 _MOST = 32  # graphs that are kept
 _TWICE, _OFTEN = 2, 32  # how often a form comes until it is recorded, and until another graph makes way for it
 # The least lengths. Larger ones make fewer graphs. Only jobs and results cost the device anything.
-_PAGES, _REGIONS, _MEMBERS, _JOBS, _RESULTS = 4096, 64, 128, 8, 8
+_PAGES, _REGIONS, _MEMBERS, _JOBS, _RESULTS = 4096, 64, 128, 16, 16
 
 Form = tuple[int, ...]
 
 
 def repeats(plan: Plan) -> bool:
     """Whether a step may be run by a graph."""
-    return plan.wants_all and len(plan.every) == 1 and not plan.moves.size and 0 < len(plan.tokens) <= _ROWS
+    return plan.is_whole and len(plan.every) == 1 and 0 < len(plan.tokens) <= ROWS
 
 
 def padded(plan: Plan) -> Plan:
-    """Return a step that repeats, with arrays of a power of two numbers, or of rows of numbers."""
+    """Return a step that repeats, with arrays of a power of two numbers, or of rows of numbers. It has no moves: these
+    are made before it."""
     (part,) = plan.every
     rows = np.minimum(np.arange(_power(len(plan.tokens))), len(plan.tokens) - 1)
     every = [
@@ -48,6 +49,7 @@ def padded(plan: Plan) -> Plan:
             part.cells[rows],
             {window: _zeros_behind(jobs, _JOBS) for window, jobs in part.jobs.items()},
             _power(part.results, _RESULTS),
+            _power(part.widest),
         )
     ]
     return Arranged(
@@ -56,7 +58,7 @@ def padded(plan: Plan) -> Plan:
         plan.slots[rows],
         _zeros_behind(plan.pages, _PAGES),
         _zeros_behind(plan.regions, _REGIONS),
-        plan.moves,
+        plan.moves[:0],
         np.arange(len(rows)),
         every,
         every,
@@ -67,7 +69,7 @@ def form_of(plan: Plan) -> Form:
     """Return what steps of one graph have in common. Arrays that are not named here have as many numbers as rows."""
     (part,) = plan.every
     arrays = plan.tokens, plan.pages, plan.regions, part.members, *part.jobs.values()
-    return (*map(len, arrays), part.results)
+    return (*map(len, arrays), part.results, part.widest)
 
 
 def _power(count: int, least: int = 1) -> int:
@@ -98,11 +100,13 @@ def written(plan: Plan, heads: Heads, layers: int, device: torch.device) -> torc
 @dataclass(frozen=True)
 class Pass:
     """How a decoder runs a step. `through` returns the rows behind the last layer, `written` a copy of the keys and
-    values that were written of them. `arrive` waits until all memory of the step is in place."""
+    values that were written of them. `arrive` waits until all memory of the step is in place, and `move` makes the
+    step's moves in all layers."""
 
     through: Callable[[Step], torch.Tensor]
     written: Callable[[Plan], torch.Tensor]
     arrive: Callable[[], None]
+    move: Callable[[Plan], None]
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,11 @@ class Graphs:
         """Return graphs for a decoder beside this one's. They share nothing."""
         return Graphs(self._device, self._make)
 
+    @property
+    def repeat(self) -> bool:
+        """Whether steps may be repeated at all."""
+        return self._make is not None
+
     def drop(self) -> None:
         """Forget all graphs. Call this when something lies elsewhere that is not told by the numbers of a step."""
         if self._capture is not None:
@@ -134,8 +143,8 @@ class Graphs:
         self._kept.clear()
 
     def run(self, plan: Plan, how: Pass) -> torch.Tensor | None:
-        """Return a step's rows behind the last layer, which hold until the next step; None: run it by single launches.
-        A graph does not stop at each layer, so all layers arrive before."""
+        """Return all rows of a step behind the last layer, which hold until the next step; None: run it by single
+        launches. A graph does not stop at each layer, so all layers arrive before."""
         if self._make is None or not repeats(plan):
             return None
         whole = padded(plan)
@@ -148,6 +157,7 @@ class Graphs:
             return self._first(plan, whole, form, how)
         self._kept[form] = graph
         how.arrive()
+        how.move(plan)
         assert self._capture is not None
         self._capture.in_turn()
         brought(whole, self._device, graph.numbers)
@@ -165,6 +175,7 @@ class Graphs:
         """Record a step and replay it. Then run it by single launches, and compare. Those come last, so what they write
         stays."""
         try:
+            how.move(plan)
             graph = self._recorded(whole, how)
             graph.replay()
             mine = graph.rows[: len(plan.tokens)], how.written(plan)

@@ -30,17 +30,19 @@ class Attending(Generic[T]):
     cells: T
     jobs: dict[int | None, T]
     results: int
+    widest: int
 
     def each(self, of: Callable[[T], U]) -> Attending[U]:
         """Return what `of` makes of each array."""
         jobs = {window: of(array) for window, array in self.jobs.items()}
-        return Attending(of(self.rows), of(self.members), of(self.cells), jobs, self.results)
+        return Attending(of(self.rows), of(self.members), of(self.cells), jobs, self.results, self.widest)
 
 
 @dataclass(frozen=True)
 class Arranged(Generic[T]):
     """The rows of a step: a `Plan` has arrays of the host, a `Step` tensors of the device. `every` has the attention of
-    all, `few` that of the `wanted` rows, whose logits are asked for; it is the same where these are all."""
+    all, `few` that of the rows that go through the whole last layer: all, or the `wanted` ones, whose logits are asked
+    for."""
 
     tokens: T
     positions: T
@@ -58,8 +60,8 @@ class Arranged(Generic[T]):
         return max((each.results for each in chain(self.every, self.few)), default=0)
 
     @property
-    def wants_all(self) -> bool:
-        """Whether the logits of all rows are asked for, in order."""
+    def is_whole(self) -> bool:
+        """Whether all rows go through the whole last layer."""
         return self.every is self.few
 
     def each(self, of: Callable[[T], U]) -> Arranged[U]:
@@ -74,7 +76,7 @@ class Arranged(Generic[T]):
             of(self.moves),
             of(self.wanted),
             every,
-            every if self.wants_all else [part.each(of) for part in self.few],
+            every if self.is_whole else [part.each(of) for part in self.few],
         )
 
 
@@ -91,17 +93,20 @@ def arranged(
     windows: Collection[int | None],
     tile: int,
     most: int,
+    *,
+    whole: bool = False,
 ) -> Plan:
-    """Arrange a step on the host. `tile` and `most`: see `plan.planned`."""
-    asked, rows = np.array(wanted, dtype=np.int64), np.arange(len(ids))
+    """Arrange a step on the host. `tile` and `most`: see `plan.planned`. `whole`: all rows go through the whole last
+    layer, as they do anyway if all are wanted."""
+    chosen, rows = np.array(wanted, dtype=np.int64), np.arange(len(ids))
 
-    def attending(chosen: Numbers) -> list[Attending[Numbers]]:
-        return [_within(jobs, positions, windows) for jobs in planned(placed, positions, chosen, tile, most)]
+    def attending(some: Numbers) -> list[Attending[Numbers]]:
+        return [_within(jobs, positions, windows) for jobs in planned(placed, positions, some, tile, most)]
 
     every = attending(rows)
-    few = every if np.array_equal(asked, rows) else attending(np.unique(asked))
+    few = every if whole or np.array_equal(chosen, rows) else attending(np.unique(chosen))
     memory = placed.slots, placed.pages, flat(placed.regions), pieces(placed.moves)
-    return Arranged(ids, positions, *memory, asked, every, few)
+    return Arranged(ids, positions, *memory, chosen, every, few)
 
 
 def brought(plan: Plan, device: torch.device, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Step]:
@@ -113,9 +118,18 @@ def brought(plan: Plan, device: torch.device, into: torch.Tensor | None = None) 
     return sent, places.each(lambda place: sent[place])
 
 
+def asked(rows: torch.Tensor, wanted: Numbers) -> torch.Tensor:
+    """Return the `wanted` ones of some rows, without numbers that would have to be on the device."""
+    if np.array_equal(wanted, np.arange(len(rows))):
+        return rows
+    if len(wanted) == 1:
+        return rows[int(wanted[0]) :][:1]
+    return torch.cat([rows[row : row + 1] for row in wanted.tolist()])
+
+
 def _within(jobs: Jobs, positions: Numbers, windows: Collection[int | None]) -> Attending[Numbers]:
     within = {window: jobs.within(window, positions) for window in windows}
-    return Attending(jobs.rows, jobs.members, jobs.cells, within, jobs.results)
+    return Attending(jobs.rows, jobs.members, jobs.cells, within, jobs.results, jobs.widest)
 
 
 def flat(regions: npt.NDArray[np.void]) -> Numbers:
