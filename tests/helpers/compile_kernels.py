@@ -49,7 +49,6 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
 ATTEND = HEADS | {"GROUP": GROUP, "WINDOWED": True, "CAPPED": True, "ROUND": False, "BY_HAND": False}
 KERNELS |= {f"{name}-{number}": KERNELS[name] for name, many in TILES.items() for number in range(many)}
 KERNELS |= {f"attend-{dim}": (attention.attend, ATTEND | {"DIM": dim}, set()) for dim in (64, 128, 256)}
-KERNELS |= {f"attend-few-{dim}": KERNELS[f"attend-{dim}"] for dim in (64, 128, 256)}
 
 
 def kind(name: str, dtype: str, wide: set[str], constants: dict[str, Any]) -> str:
@@ -70,15 +69,14 @@ def kind(name: str, dtype: str, wide: set[str], constants: dict[str, Any]) -> st
 def given(name: str, constants: dict[str, Any], dtype: torch.dtype, arch: object) -> dict[str, Any]:
     """A kernel's constants and options for a model's type and an architecture."""
     tiles = Tiles.of(dtype, GROUP, SHARED.get(arch, 0))
-    kernel, number, *_ = *name.split("-"), ""
+    kernel, _, number = name.partition("-")
     if kernel in ("product", "logits", "widen"):
         weights = 2 if kernel == "widen" else 1
         all_rows = tiles.of_all(WIDE, weights)
         return constants | tiled(tiles.sizes[weights - 1][int(number)] if number and tiles.sizes else all_rows)
     more: dict[str, Any] = {"SIZE": dtype.itemsize, "enable_fp_fusion": False, "num_warps": 4}
     if name.startswith("attend"):
-        few = number == "few"
-        more |= {"LANES": 16 if few else tiles.lanes} | attending(constants["DIM"], dtype, few=few)
+        more |= {"LANES": tiles.lanes} | attending(constants["DIM"], dtype)
     return constants | more
 
 

@@ -18,7 +18,7 @@ from keepwarm.runtime import decoders
 PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
 OF_EXPERTS = Path(__file__).with_name("compile_experts.py")
 TILES = [*(f"product-{number}" for number in range(7)), *(f"widen-{number}" for number in range(6))]
-ATTEND = [f"attend-{few}{dim}" for few in ("", "few-") for dim in (64, 128, 256)]
+ATTEND = [f"attend-{dim}" for dim in (64, 128, 256)]
 NARROW = ("embed", "norm", "add", "product", "logits", "widen", "place", "merge", "move")
 KERNELS = {
     PROGRAM: (*NARROW, *TILES, *ATTEND),

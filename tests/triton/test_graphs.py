@@ -61,9 +61,10 @@ class Memory:
         half = pages // 2
         self.tables = {"a": [*range(half)], "b": [*range(8), *range(half, pages)], "c": [*range(pages)][::-1]}
 
-    def sequence(self, name: str) -> Sequenced:
+    def sequence(self, name: str, moves: Any = NO_MOVES) -> Sequenced:
         places = np.array(self.tables[name], dtype=np.int64) * PAGE
-        return Sequenced((self.regions[name == "c"],), places)
+        first, other = self.regions if name != "c" else self.regions[::-1]
+        return Sequenced((first, other) if len(moves) else (first,), places, moves)
 
     def row(self, name: str, position: int) -> torch.Tensor:
         """The keys and values of a position."""
@@ -81,17 +82,21 @@ class Beside:
         self._logits: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._steps = 0
 
-    def run(self, **positions: int) -> bool:
-        """Run a token of some sequences. Return whether logits and all memory are the same, and logits of earlier steps
-        still what they were. What a graph's step does not bring there is garbage."""
+    def run(self, *, rows: int = 1, moves: Any = NO_MOVES, **positions: int) -> bool:
+        """Run some tokens of sequences, and want the logits of each one's last. Return whether logits and all memory
+        are the same, and logits of earlier steps still what they were. What a graph's step does not bring there is
+        garbage."""
         for graph in self.mine._graphs._kept.values():
             graph.numbers.fill_(-1)
         self._steps += 1
-        tokens = [token_ids([(self._steps * 7919 + position) % SMALL]) for position in positions.values()]
-        starts, rows = list(positions.values()), range(len(positions))
+        tokens = [
+            token_ids([(self._steps * 7919 + at) % SMALL for at in range(first, first + rows)])
+            for first in positions.values()
+        ]
+        starts, wanted = list(positions.values()), range(rows - 1, rows * len(positions), rows)
         with torch.inference_mode():
             mine, theirs = (
-                decoder.step(tokens, starts, [memory.sequence(name) for name in positions], rows)
+                decoder.step(tokens, starts, [memory.sequence(name, moves) for name in positions], wanted)
                 for decoder, memory in zip((self.mine, self.theirs), self.memories, strict=True)
             )
         self._logits.append((mine, mine.clone()))
@@ -101,6 +106,21 @@ class Beside:
     @property
     def graphs(self) -> int:
         return len(self.mine._graphs._kept)
+
+
+def test_several_tokens_of_which_the_last_is_wanted(made: OnTriton) -> None:
+    beside = Beside(made)
+    assert all(beside.run(rows=5, a=first) for first in (70, 76, 81))
+    assert (beside.recorder.recorded, beside.recorder.replays) == (1, 2)
+    assert all(beside.run(rows=3, a=first, c=first - 9) for first in (90, 93, 96))
+    assert beside.recorder.replays >= 4
+
+
+def test_moves_are_made_before_a_graph(made: OnTriton) -> None:
+    beside = Beside(made)
+    for source in (100, 120, 140, 150):
+        assert beside.run(a=50, moves=np.array([(1 << 32 | source, 16, 5), (1 << 32 | source + 9, 40, 3)], MOVE))
+    assert (beside.recorder.recorded, beside.recorder.replays) == (1, 3)
 
 
 def test_two_sequences(made: OnTriton) -> None:
@@ -240,22 +260,33 @@ def test_decoders_apart_share_no_graphs(made: OnTriton) -> None:
     assert beside.graphs == 1
 
 
-def planned(starts: list[int], ends: list[int], wanted: Any = None, most: int = 1000, moves: Any = NO_MOVES) -> Plan:
+def planned(
+    starts: list[int],
+    ends: list[int],
+    wanted: Any = None,
+    most: int = 1000,
+    moves: Any = NO_MOVES,
+    *,
+    whole: bool = False,
+) -> Plan:
     """A step of sequences that have their own pages."""
     region = Region(0, 0, 0, (0, 0))
     tables = [np.arange(i << 16, (i << 16) + end, PAGE, dtype=np.int64) for i, end in enumerate(ends)]
     placed = works(starts, ends, [Sequenced((region,), table, moves) for table in tables])
     at = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
-    return arranged(at, at, placed, range(len(at)) if wanted is None else wanted, {None, 70}, 16, most)
+    return arranged(at, at, placed, range(len(at)) if wanted is None else wanted, {None, 70}, 16, most, whole=whole)
 
 
 def test_which_steps_are_repeated() -> None:
     assert repeats(planned([9], [10]))
-    assert repeats(planned([9] * 64, [10] * 64))
-    assert not repeats(planned([9] * 65, [10] * 65))
-    assert not repeats(planned([9, 9], [10, 10], wanted=[1])), "not all rows are wanted"
+    assert repeats(planned([9] * 256, [10] * 256))
+    assert not repeats(planned([9] * 257, [10] * 257))
+    assert repeats(planned([9], [15], wanted=[5], whole=True))
+    assert not repeats(planned([9], [15], wanted=[5])), "not all rows go through the last layer"
     assert not repeats(planned([600] * 3, [601] * 3, most=4)), "attention takes several goes"
-    assert not repeats(planned([9], [10], moves=np.array([(8, 0, 1)], MOVE)))
+    moved = planned([9], [10], moves=np.array([(8, 0, 1)], MOVE))
+    assert repeats(moved)
+    assert not padded(moved).moves.size
 
 
 def test_steps_of_one_form() -> None:

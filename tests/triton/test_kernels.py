@@ -105,7 +105,7 @@ def attended(
     out = torch.empty(len(queries), HEADS * DIM)
     for each in step.every:
         where = step.pages, step.regions, each.cells, results
-        heads.attend(queries, step.positions, each.members, each.jobs[window], each.widest, *where, 0, window)
+        heads.attend(queries, step.positions, each.members, each.jobs[window], *where, 0, window)
         heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
     return out[:rows], step
 
@@ -172,5 +172,5 @@ def test_a_job_without_rows_reads_and_writes_nothing(window: int | None) -> None
     nowhere, results = torch.full((16,), -1), [torch.full((size,), torch.nan) for size in (64, 64, 64 * DIM)]
     queries, jobs = torch.full((4, HEADS, DIM), torch.nan), torch.zeros(8, dtype=torch.int64)
     where = nowhere, nowhere, nowhere, tuple(results)
-    heads.attend(queries, nowhere, nowhere, jobs, 1, *where, 0, window)
+    heads.attend(queries, nowhere, nowhere, jobs, *where, 0, window)
     assert all(each.isnan().all() for each in results)

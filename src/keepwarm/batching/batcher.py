@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 _RETRY = 0.005  # seconds between two tries while nothing can run (pages are in use, blocks are being stored)
 _LOOK = 5.0  # seconds between two checks by an idle thread that its batcher still exists
-_PIECE = 16  # rows that other work on the model may compute before the batch's next step has its turn
+# Rows that other work on the model may compute before the batch's next step has its turn. A device computes many in
+# the time of one.
+_PIECE, _DEVICE_PIECE = 16, 256
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ class Batcher:
         try:
             with self._changed:
                 busy, ends = bool(self._rounds.jobs()), self._closing
-            self._runner.piece = _PIECE if busy else self.max_prefill_tokens
+            piece = _PIECE if self._runner.port.is_host else _DEVICE_PIECE
+            self._runner.piece = piece if busy else self.max_prefill_tokens
             if not busy:
                 return not ends
             if not self._rounds.run():

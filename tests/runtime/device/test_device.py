@@ -18,7 +18,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime import device
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.device.plane import Rows, fill, layout, make_planes
+from keepwarm.runtime.device.plane import Rows, Staged, fill, layout, load, make_planes
 from keepwarm.testing.contracts import DeviceContract
 from keepwarm.testing.device import AdversarialPort
 
@@ -98,6 +98,20 @@ def test_a_copy_that_did_not_wait_for_what_was_computed_is_nan() -> None:
     port.copy_in(keys.tensor().view(torch.uint8), target, port.inbound)
     port.inbound.record().synchronize()
     assert "written over without waiting" in port.faults[1]
+
+
+def test_host_bytes_that_change_before_their_copy_are_nan() -> None:
+    port = AdversarialPort()
+    keys, values = planes(port)[1][0]
+    for plane, whole in ((keys, True), (values, False)):
+        staged = plane.stage(64).fill_(1)
+        if whole:
+            load([Staged(plane, 0, staged)])
+        else:
+            plane.load(0, staged)
+        staged[0, 5] = 2
+        assert plane.tensor()[0].isnan().all()
+    assert set(port.faults) == {"bytes of the host changed before their copy was done"}
 
 
 # ---- engines on it ----
@@ -233,6 +247,23 @@ def test_pinned_memory_lives_until_it_was_copied() -> None:
     others = [torch.zeros(2 * data.nbytes, dtype=torch.uint8) for _ in range(8)]  # would get its place
     assert (values.tensor().view(torch.uint8) == 1).all()
     assert len(others) == 8
+
+
+def test_what_two_runs_have_of_a_layer_is_copied_as_each_is_read() -> None:
+    """A device may copy at once, while the second run is still read."""
+    port = AdversarialPort()
+    arena = Arena(GEOMETRY, 64, port)
+    runs = [(0, 16), (16, 48)]
+    places = {run: [arena.view(0, kv, *run) for kv in (0, 1)] for run in runs}
+    for number, run in enumerate(runs):
+        for place in places[run]:
+            place[...] = number + 1
+        arena.commit(0, *run)
+    for kv in (0, 1):
+        found = arena.layers[0].plane(kv).tensor().view(torch.uint8)
+        assert (found[:, :16] == 1).all()
+        assert (found[:, 16:48] == 2).all()
+    assert not port.faults
 
 
 def test_a_broken_off_load_leaves_nothing_to_be_copied_in() -> None:

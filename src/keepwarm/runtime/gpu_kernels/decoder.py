@@ -252,7 +252,7 @@ class TritonDecoder:
         for each in plan:
             jobs = each.jobs[window]
             where = step.pages, step.regions, each.cells, results
-            heads.attend(queries, step.positions, each.members, jobs, each.widest, *where, number, window)
+            heads.attend(queries, step.positions, each.members, jobs, *where, number, window)
             heads.merge(results, sinks, each.rows, step.positions, each.cells, out, window)
         return out
 

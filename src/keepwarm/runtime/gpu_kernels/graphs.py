@@ -49,7 +49,6 @@ def padded(plan: Plan) -> Plan:
             part.cells[rows],
             {window: _zeros_behind(jobs, _JOBS) for window, jobs in part.jobs.items()},
             _power(part.results, _RESULTS),
-            _power(part.widest),
         )
     ]
     return Arranged(
@@ -69,7 +68,7 @@ def form_of(plan: Plan) -> Form:
     """Return what steps of one graph have in common. Arrays that are not named here have as many numbers as rows."""
     (part,) = plan.every
     arrays = plan.tokens, plan.pages, plan.regions, part.members, *part.jobs.values()
-    return (*map(len, arrays), part.results, part.widest)
+    return (*map(len, arrays), part.results)
 
 
 def _power(count: int, least: int = 1) -> int:

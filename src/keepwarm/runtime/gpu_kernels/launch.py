@@ -16,7 +16,6 @@ from keepwarm.runtime.gpu_kernels.tiles import INTERPRETED, Tile, Tiles
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 
 WHOLE = {"enable_fp_fusion": False}
-_FEW_LANES = 16  # queries of one key head that a program of attention takes at least
 _MOVED = 32  # rows that a program copies at once
 _EMBEDDED = 1024  # numbers that a program copies
 
@@ -170,11 +169,10 @@ def _row(width: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": 4 if block <= 4096 else 8} | WHOLE
 
 
-def attending(dim: int, dtype: torch.dtype, *, few: bool) -> dict[str, Any]:
-    """Return how attention is compiled, for a `few` queries or more. Two stages of wide heads need more shared memory
-    than many GPUs have."""
+def attending(dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how attention is compiled. Two stages of wide heads need more shared memory than many GPUs have."""
     stages = 2 if dim * dtype.itemsize <= 256 else 1
-    return {"num_warps": 8 if few or dim > 128 else 4, "num_stages": stages} | WHOLE
+    return {"num_warps": 8 if dim > 128 else 4, "num_stages": stages} | WHOLE
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,6 @@ class Heads:
         positions: torch.Tensor,
         members: torch.Tensor,
         jobs: torch.Tensor,
-        widest: int,
         pages: torch.Tensor,
         regions: torch.Tensor,
         cells: torch.Tensor,
@@ -268,8 +265,8 @@ class Heads:
         layer: int,
         window: int | None,
     ) -> None:
-        """Compute the results of jobs, which have at most `widest` rows."""
-        is_few = widest * self.group <= _FEW_LANES
+        """Compute the results of jobs. All programs take as many queries: a row's weights are summed in an order that
+        depends on it."""
         attention.attend[len(jobs) // 4, self.kv_heads](
             queries,
             positions,
@@ -288,10 +285,10 @@ class Heads:
             WINDOWED=window is not None,
             CAPPED=self.cap != 0,
             BY_HAND=INTERPRETED,
-            LANES=_FEW_LANES if is_few else self.launch.tiles.lanes,
+            LANES=self.launch.tiles.lanes,
             **self._shape,
             **self.launch.rounds,
-            **attending(self.dim, self.launch.dtype, few=is_few),
+            **attending(self.dim, self.launch.dtype),
         )
 
     def merge(

@@ -26,7 +26,7 @@ class Jobs:
 
     `rows` are those rows. `members` are rows, too, one after another for each job. A job (a row of `jobs`) is the place
     of its rows there, their number, a part, and where its page table begins. `cells[row]` is the number of the row's
-    first result; all have `results` together. No job has more than `widest` rows.
+    first result; all have `results` together.
     """
 
     rows: Numbers
@@ -34,7 +34,6 @@ class Jobs:
     jobs: Numbers
     cells: Numbers
     results: int
-    widest: int
 
     def within(self, window: int | None, positions: Numbers) -> Numbers:
         """Return the jobs of parts to which a row attends through a window."""
@@ -101,7 +100,7 @@ def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Number
     cells[rows] = np.cumsum(parts) - parts
     here = np.zeros(len(positions), dtype=bool)
     here[rows] = True
-    members, jobs, count, widest = [np.empty(0, np.int64)], [np.empty((0, 4), np.int64)], 0, 0
+    members, jobs, count = [np.empty(0, np.int64)], [np.empty((0, 4), np.int64)], 0
     for group in groups:
         each = group.rows[here[group.rows]]
         if not len(each):
@@ -115,5 +114,4 @@ def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Number
         jobs.append(made[part * PART <= highest[at]])
         members.append(each)
         count += len(each)
-        widest = max(widest, min(tile, len(each)))
-    return Jobs(rows, np.concatenate(members), np.concatenate(jobs), cells, int(parts.sum()), widest)
+    return Jobs(rows, np.concatenate(members), np.concatenate(jobs), cells, int(parts.sum()))

@@ -30,12 +30,11 @@ class Attending(Generic[T]):
     cells: T
     jobs: dict[int | None, T]
     results: int
-    widest: int
 
     def each(self, of: Callable[[T], U]) -> Attending[U]:
         """Return what `of` makes of each array."""
         jobs = {window: of(array) for window, array in self.jobs.items()}
-        return Attending(of(self.rows), of(self.members), of(self.cells), jobs, self.results, self.widest)
+        return Attending(of(self.rows), of(self.members), of(self.cells), jobs, self.results)
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def asked(rows: torch.Tensor, wanted: Numbers) -> torch.Tensor:
 
 def _within(jobs: Jobs, positions: Numbers, windows: Collection[int | None]) -> Attending[Numbers]:
     within = {window: jobs.within(window, positions) for window in windows}
-    return Attending(jobs.rows, jobs.members, jobs.cells, within, jobs.results, jobs.widest)
+    return Attending(jobs.rows, jobs.members, jobs.cells, within, jobs.results)
 
 
 def flat(regions: npt.NDArray[np.void]) -> Numbers:
