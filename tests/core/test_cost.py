@@ -32,11 +32,25 @@ def test_a_load_slower_than_computing_is_refused_and_tried_again_now_and_then() 
     assert costs.worth_loading([("disk", 100)]) == 1
 
 
-def test_small_measurements_say_nothing() -> None:
+def test_small_measurements_say_nothing_of_the_speed() -> None:
     costs = Costs(16)
     costs.loaded("disk", 100, 10.0)
     costs.computed(5, 1.0)
     assert costs.estimate("disk", 100) is None
+
+
+def test_a_few_tokens_behind_others_are_computed_if_a_load_costs_more() -> None:
+    """The last tokens of a page may be the only ones that a slower tier has."""
+    costs = Costs(1 << 10)
+    costs.computed(1000, 0.2)
+    parts = [("device", 2048), ("ram", 17), ("disk", 1)]
+    assert costs.worth_loading(parts) == 3
+    costs.loaded("disk", 2, 3e-3)
+    assert costs.worth_loading(parts) == 2
+    assert costs.copy().worth_loading(parts) == 2
+    assert costs.worth_loading([("device", 2048), ("disk", 32)]) == 2
+    costs.loaded("disk", 1000, 0.1)
+    assert costs.estimate("disk", 30) == pytest.approx((6e-3, 6e-3))
 
 
 @given(st.floats(1e-6, 10), st.floats(1e-6, 10), st.integers(1, 10_000))

@@ -1,6 +1,7 @@
 """Load or recompute: estimate the cost of both from measurements in this process.
 
-Loading costs time per byte, computing per token. Nothing is assumed: until both were measured, stored KV is loaded.
+Loading costs time per load and per byte, computing per token. Nothing is assumed: until both were measured, stored KV
+is loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ _RETRY = 16  # after this many decisions against loading, loading is tried again
 
 
 class Costs:
-    """Measured seconds per byte loaded, by tier, and per token computed, as moving means. Threads may share it."""
+    """Measured seconds per byte loaded and per small load, by tier, and per token computed, as moving means. Threads
+    may share it."""
 
     def __init__(self, bytes_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token
         self._load: dict[str, float] = {}  # seconds per byte, by tier
+        self._fixed: dict[str, float] = {}  # seconds that a load takes, however small it is, by tier
         self._compute: float | None = None  # seconds per token
         self._refused = 0
         self._lock = threading.Lock()
@@ -28,15 +31,18 @@ class Costs:
         """Return an independent copy of the present state."""
         other = Costs(self._bytes_per_token)
         with self._lock:
-            other._load, other._compute, other._refused = dict(self._load), self._compute, self._refused
+            other._load, other._fixed = dict(self._load), dict(self._fixed)
+            other._compute, other._refused = self._compute, self._refused
         return other
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         """Note that the KV of `tokens` tokens was loaded from a tier in `seconds`, including verification."""
         size = tokens * self._bytes_per_token
-        if size >= _LEAST_BYTES:
-            with self._lock:
+        with self._lock:
+            if size >= _LEAST_BYTES:
                 self._load[tier] = _mean(self._load.get(tier), seconds / size)
+            else:
+                self._fixed[tier] = _mean(self._fixed.get(tier), seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` tokens were computed in `seconds`."""
@@ -54,7 +60,11 @@ class Costs:
         with self._lock:
             if tier not in self._load or self._compute is None:
                 return None
-            return tokens * self._bytes_per_token * self._load[tier], tokens * self._compute
+            return self._loading(tier, tokens), tokens * self._compute
+
+    def _loading(self, tier: str, tokens: int) -> float:
+        """Seconds to load `tokens` tokens; what was not measured counts as free."""
+        return self._fixed.get(tier, 0.0) + tokens * self._bytes_per_token * self._load.get(tier, 0.0)
 
     def worth_loading(self, parts: Sequence[tuple[str, int]]) -> int:
         """Return how many leading parts of a prompt (tier, tokens) to load for the least cost, if the parts after them
@@ -64,8 +74,7 @@ class Costs:
                 return len(parts)
             costs = [sum(tokens for _, tokens in parts) * self._compute]
             for tier, tokens in parts:
-                load = tokens * self._bytes_per_token * self._load.get(tier, 0.0)
-                costs.append(costs[-1] + load - tokens * self._compute)
+                costs.append(costs[-1] + self._loading(tier, tokens) - tokens * self._compute)
             best = max(at for at, cost in enumerate(costs) if cost <= min(costs))
             if best < len(parts):
                 self._refused += 1

@@ -134,6 +134,16 @@ class KVSink(Protocol):
 
 
 @runtime_checkable
+class WholeSink(Protocol):
+    """A sink that can take all layers at once, if they are alike."""
+
+    def fill_all(self, start: int, data: Bytes) -> bool:
+        """Do what `fill` and `commit` do, for all layers. `data` is `[layers, 2, heads, n, head_bytes]`. Return False
+        if those must be used."""
+        ...
+
+
+@runtime_checkable
 class OpenSink(KVSink, Protocol):
     """A sink that takes KV of any size."""
 

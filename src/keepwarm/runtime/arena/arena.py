@@ -23,7 +23,7 @@ from keepwarm.runtime.arena.gap import NO_GAP, first_attended
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.in_turn import InTurn
-from keepwarm.runtime.arena.late import LateRows
+from keepwarm.runtime.arena.late import LateLayer, LateRows
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import Staged, allocate, layout, load
@@ -312,6 +312,18 @@ class Arena:
         self.layers[layer].fill_late(LateRows(start, start + data.shape[1], plane, data))
         if plane.array is not None and not self._is_windowed:  # only for the lean decoder, on the host
             self._in_place.fill(2 * layer + kv, start, data)
+
+    def fill_all(self, start: int, data: Bytes) -> bool:
+        """See `core.ports.WholeSink`."""
+        if self._is_windowed or not all(port.is_host for port in dict.fromkeys(self._ports)):
+            return False
+        end = start + data.shape[3]
+        for layer, rows in zip(self.layers, data, strict=True):
+            layer.fill_late(LateLayer(start, end, (layer.plane(0), layer.plane(1)), rows))
+        _, plane, head, *row = data.strides
+        if row == [data.shape[4], 1]:
+            self._in_place.map(start, end, Region.even(data.__array_interface__["data"][0], plane, head, data))
+        return True
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int

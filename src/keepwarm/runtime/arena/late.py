@@ -54,6 +54,18 @@ class LateRows(Late):
         self.plane.fill(part.start, part.bytes)
 
 
+@dataclass(frozen=True)
+class LateLayer(Late):
+    """Rows of keys and of values that lie in the host's memory, `[2, kv_heads, n, head_bytes]`, for planes there."""
+
+    planes: tuple[Plane, Plane]
+    data: Bytes
+
+    def write(self, first: int) -> None:
+        for plane, rows in zip(self.planes, self.data, strict=True):
+            plane.fill(first, rows[:, first - self.start : self.end - self.start])
+
+
 def written(parts: Sequence[Late], start: int, *, whole: bool) -> None:
     """Write what parts of one layer have from `start` on; with `whole`, all of the parts that have any. Rows go to a
     device together."""

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.build import LANES, compiled, done
+from keepwarm.runtime.native.memory import pages
 
 KINDS = {  # ggml's names and numbers, as in blocks.h
     "Q4_0": 2,
@@ -36,8 +36,6 @@ KINDS = {  # ggml's names and numbers, as in blocks.h
 FLOATS = {torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside such as are in blocks
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
 COLUMNS = 32  # columns of a block, as in blocks.h
-# The memory is private to this process, because Linux gives no large pages to shared memory.
-_OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _SOURCE = Path(__file__).with_name("blocks.cpp")
 _NO_ROWS = 0  # bytes of a row of a kind that is not stored by rows (`grouped`)
 _PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
@@ -155,7 +153,7 @@ class Packed:
         columns = weights[0].columns
         each = [library.keepwarm_panel_bytes(weight.kind, ctypes.c_int64(columns)) for weight in weights]
         panels = [-(-len(weight) // LANES) for weight in weights]
-        self._memory = _pages(sum(size * count for size, count in zip(each, panels, strict=True)))
+        self._memory = pages(sum(size * count for size, count in zip(each, panels, strict=True)))
         self.table = np.zeros(sum(panels) + 4, dtype=_PANEL)  # kernels point past the last panel, but read none
         at, first = _address(self._memory), 0
         for weight, size, count in zip(weights, each, panels, strict=True):
@@ -219,18 +217,6 @@ class BlockEmbedding(nn.Module):
         if self.embed_scale is not None:
             made *= self.embed_scale
         return made.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
-
-
-def _pages(size: int) -> mmap.mmap:
-    """Return zeros, in large pages if the system has them. Decoding mostly reads weights, so large pages help."""
-    try:
-        memory = mmap.mmap(-1, max(size, 1), **_OWN)
-    except OSError as error:
-        raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the system may lack them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks, Packed
 from keepwarm.runtime.native.description import Attention, Convolution, DeltaNet, Experts, LayerParts, Mlp, Norm
+from keepwarm.runtime.native.memory import WeightMemory
 from keepwarm.runtime.native.structures import (
     ConvolutionRecord,
     DeltaRecord,
@@ -30,16 +31,18 @@ class Packing:
         """`deep` is how many elements of an inner dimension are packed together."""
         self._deep = deep
         self._held: list[Any] = []
+        self._memory = WeightMemory()
 
     @property
     def storages(self) -> dict[int, int]:
         """Bytes of what the kernels read, by address. Some of it may be the model's own tensors."""
-        return dict(
+        others = dict(
             (held.address, held.nbytes)
             if isinstance(held, Packed)
             else (held.untyped_storage().data_ptr(), held.untyped_storage().nbytes())
             for held in self._held
         )
+        return others | self._memory.storages
 
     def layer(self, parts: LayerParts) -> LayerRecord:
         mixer = parts.mixer
@@ -90,7 +93,7 @@ class Packing:
         return their address. If they are in blocks, pack them as quantized.h reads them; then all must be."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
             return self._in_blocks(in_blocks)
-        return self.address(_packed(_stacked(weights), self._deep))
+        return self._product(_stacked(weights), self._deep)
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
@@ -117,7 +120,7 @@ class Packing:
 
     def _experts(self, parts: Experts) -> ExpertsRecord:
         return ExpertsRecord(
-            router=self.address(_packed(_stacked([parts.router.weight, parts.gate]), 1)),
+            router=self._product(_stacked([parts.router.weight, parts.gate]), 1),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
             count=len(parts.router.weight),
@@ -125,6 +128,10 @@ class Packing:
             over_all=parts.over_all,
             gates=parts.gate is not None,
         )
+
+    def _product(self, weight: torch.Tensor, deep: int) -> int:
+        """Copy a weight as the kernels read it, and return its address."""
+        return self._memory.add(_packed(weight.detach(), deep))
 
     def _in_blocks(self, weights: Sequence[Blocks]) -> int:
         self._held.append(Packed(weights))
@@ -141,10 +148,11 @@ def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
 
 
 def _packed(weight: torch.Tensor, deep: int) -> torch.Tensor:
+    """Return a view of a weight as the kernels read it, to be copied."""
     out, width = weight.shape[-2:]
     weight = nn.functional.pad(weight, (0, -width % deep, 0, -out % LANES))
     if deep > 1:
         weight = weight.unflatten(-1, (-1, 2))
     rows = -3 if deep > 1 else -2
-    packed: torch.Tensor = weight.unflatten(rows, (-1, LANES)).transpose(rows, rows + 1).contiguous()
+    packed: torch.Tensor = weight.unflatten(rows, (-1, LANES)).transpose(rows, rows + 1)
     return packed

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int DEEP = 32;                // inner elements in a tile
 constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
-constexpr int AHEAD = 8 << 10;          // weights are prefetched so many bytes before they are used
+constexpr int AHEAD = 4;                // weights are prefetched so many tiles before they are used
 
 // Configures the tile registers of its thread, all of full size, for as long as it lives.
 struct TileRegisters {
@@ -77,11 +77,12 @@ void product(const TileRows& x, int from, int to, const Panels<bf16>& w, Take ta
         const bf16 *l = w.left, *r = w.right;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (int k = 0; k < x.across; k++, l += TILE, r += TILE, upper += TILE) {
-            if (row == from)
-                for (int at = 0; at < TILE * 2; at += 64) {
-                    __builtin_prefetch((const char*)l + AHEAD + at, 0, 2);
-                    __builtin_prefetch((const char*)r + AHEAD + at, 0, 2);
-                }
+            if (row == from) {
+                const int beyond = k + AHEAD - x.across;  // from 0 on, what is ahead lies in the next panels
+                const bf16* left = beyond < 0 || !w.next_left ? l + AHEAD * TILE : w.next_left + beyond * TILE;
+                const bf16* right = beyond < 0 || !w.next_right ? r + AHEAD * TILE : w.next_right + beyond * TILE;
+                for (int at = 0; at < TILE; at += DEEP) __builtin_prefetch(left + at, 0, 2), __builtin_prefetch(right + at, 0, 2);
+            }
             tile_load<4>(upper), tile_load<6>(l), tile_load<7>(r);
             tile_add<0, 4, 6>(), tile_add<1, 4, 7>();
             if (lower) {

@@ -18,7 +18,7 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
 from keepwarm.store.retention import EVICTED, EXPIRED, NOTED_EVICTIONS, Retention
-from keepwarm.store.runfile.attended import attended
+from keepwarm.store.runfile.giving import give
 from keepwarm.store.runfile.layout import NEIGHBOURS, Run, StoredBlock, check_sink, lead_of
 
 _Value = TypeVar("_Value")
@@ -359,13 +359,7 @@ class RamTier:
             raise CorruptRun(f"run {run.id}: token ids differ from the prompt's")
         check_sink(run.geometry, sink)
         self.touch(run.id)
-        for layer, blocks in enumerate(attended(sink, run.geometry, run.blocks[first : last + 1], end)):
-            if not blocks:
-                continue
-            begin = run.layout.begin(layer, blocks[0])
-            for kv in (0, 1):
-                sink.fill(layer, kv, begin, run.rows(layer, kv, blocks)[:, : end - begin])
-            sink.commit(layer, begin, end)
+        give(run, run.blocks[first : last + 1], end, sink)
 
     @property
     def nbytes(self) -> int:
