@@ -373,7 +373,7 @@ class AdversarialPort(DevicePort):
 
 
 def _sum(source: torch.Tensor) -> int:
-    return zlib.crc32(source.contiguous().numpy())
+    return zlib.crc32(source.contiguous().numpy().data)
 
 
 def _sum_at(address: int, size: int) -> int:
