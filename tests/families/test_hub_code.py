@@ -57,7 +57,7 @@ def test_its_state_is_kept(named: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", CACHE_NAMES)
 def test_generate_gives_it_the_cache_under_its_name_or_runs_uncached(named: str, tmp_path: Path) -> None:
     folder = hub_model.write(tmp_path / named, letters(), reads_its_state=True, named=named)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     prompt = torch.tensor([ids(90, 1, 100)])
     theirs = model.generate(prompt, max_new_tokens=4, do_sample=False)
     with attach(model, letters(), step=32, min_step=4) as attached:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -143,7 +143,7 @@ class Attached:
                 logits = runner.step(tokens, cache, start)[None]
             else:
                 logits = runner.step_each(tokens, cache, start)[-logits_to_keep:]
-            return CausalLMOutputWithPast(logits=logits[None], **{runner.cache_name: cache})
+            return CausalLMOutputWithPast(logits=logits[None], **{runner.cache_name: more[runner.cache_name]})
 
         model.__dict__["forward"] = forward
         try:
@@ -184,8 +184,8 @@ class Attached:
             return Uncached.HANDED_OUT.told()
         if self.engine.pipeline.model.form.own is not None:
             return Uncached.OWN_CACHE.told()
-        runner = self.engine.pipeline.model.runner
-        if runner.cache_name != cache_name(self._model.prepare_inputs_for_generation):
+        runner, model = self.engine.pipeline.model.runner, cast(Any, self._model)  # torch types attributes as modules
+        if runner.cache_name != cache_name(model.prepare_inputs_for_generation):
             return Uncached.OTHER_ARGUMENT.told()
         if runner.serial:
             return Uncached.SERIAL.told()
