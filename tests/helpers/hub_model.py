@@ -91,22 +91,25 @@ class AveragingForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, input_ids, past_key_values=None, use_cache=None, **more):
-        cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+    def forward(self, input_ids, NAMED=None, use_cache=None, **more):
+        cache = DynamicCache(config=self.config) if NAMED is None else NAMED
         hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden, cache)
-        return CausalLMOutputWithPast(logits=self.head(hidden), past_key_values=cache)
+        return CausalLMOutputWithPast(None, self.head(hidden), cache)
 '''
 
 
-def write(folder: Path, tokenizer: Any, *, reads_its_state: bool) -> Path:
-    """Its code, random weights and a tokenizer. One that does not read its state starts anew at each step."""
+def write(folder: Path, tokenizer: Any, *, reads_its_state: bool, named: str = "past_key_values") -> Path:
+    """Its code, random weights and a tokenizer. One that does not read its state starts anew at each step. `named` is
+    what `forward` calls the cache."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "configuration_averaging.py").write_text(CONFIGURATION)
-    (folder / "modeling_averaging.py").write_text(MODEL + f"\n\nREAD_STATE = {reads_its_state}\n")
+    (folder / "modeling_averaging.py").write_text(
+        MODEL.replace("NAMED", named) + f"\n\nREAD_STATE = {reads_its_state}\n"
+    )
     names = {"AutoConfig": "configuration_averaging.AveragingConfig"}
     names["AutoModelForCausalLM"] = "modeling_averaging.AveragingForCausalLM"
     config = {"architectures": ["AveragingForCausalLM"], "model_type": "averaging", "auto_map": names}

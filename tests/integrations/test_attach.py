@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.every_model import make
 from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.prompts import ids
 
@@ -89,6 +90,17 @@ def test_what_cannot_be_cached_runs_as_before(tokenizer: Any, arguments: dict[st
         assert says in attached.uncached_reason
     if isinstance(plain, torch.Tensor):
         assert torch.equal(plain, through)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_what_goes_on_token_by_token_runs_as_before(name: str, tokenizer: Any) -> None:
+    model = make(name)
+    prompt = torch.tensor([[20 + token for token in ids(60, 1, 100)]])
+    plain = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with keepwarm.attach(model, tokenizer, **SETTINGS) as attached:
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), plain)
+            assert "token by token" in attached.uncached_reason
 
 
 def test_streamers_and_stopping_work_through_it(tokenizer: Any) -> None:

@@ -244,13 +244,13 @@ def _floor_ms(engine: Engine, found: ToolSet, question: str) -> float:
 
 
 def _oneshot_ms(engine: Engine, found: ToolSet, question: str) -> float:
-    model = engine.pipeline.model.model
+    model, name = engine.pipeline.model.model, engine.pipeline.model.runner.cache_name
     tokens = _compiled(engine, found, question).tokens
     ids = torch.from_numpy(tokens.astype("int64"))[None].to(engine.pipeline.model.runner.device)
     with torch.inference_mode():
         started = time.perf_counter()
         cache = DynamicCache(config=model.config)
-        int(model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax())
+        int(model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache}).logits.argmax())
         return (time.perf_counter() - started) * 1e3
 
 

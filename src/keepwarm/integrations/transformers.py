@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -30,6 +30,7 @@ from keepwarm.core.uncached import CACHED, Uncached, Why
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.arena.arena import ArenaCache
+from keepwarm.runtime.runner import CACHE_NAMES, cache_name
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class Attached:
             placed.computed_to = plan.computes[-1].start  # transformers runs the last step, so it is not stored
             engine.pipeline.count(self.prompt_tokens, placed.by_tier)
             with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():
-                answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
+                given = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}  # those are None
+                answer = self._generate(inputs, *args, **given, **{engine.pipeline.model.runner.cache_name: cache})
             with suppress(KeepwarmError):  # the answer is valid without an explanation
                 engine.pipeline.loader.explain(placed)
             self.miss = placed.miss
@@ -132,16 +134,16 @@ class Attached:
         theirs = model.forward
 
         @wraps(theirs)
-        def forward(input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:
-            if not isinstance(past_key_values, ArenaCache) or not runner.is_invariant:  # a processor's own pass, say
-                given = {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep, **more}
-                return theirs(input_ids=input_ids, **given)
-            tokens, start = token_ids(input_ids[0].tolist()), int(past_key_values.get_seq_length())
+        def forward(input_ids: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:
+            cache = more.get(runner.cache_name)
+            if not isinstance(cache, ArenaCache) or not runner.is_invariant:  # a processor's own pass, say
+                return theirs(input_ids=input_ids, logits_to_keep=logits_to_keep, **more)
+            tokens, start = token_ids(input_ids[0].tolist()), int(cache.get_seq_length())
             if logits_to_keep == 1 or len(tokens) == 1:
-                logits = runner.step(tokens, past_key_values, start)[None]
+                logits = runner.step(tokens, cache, start)[None]
             else:
-                logits = runner.step_each(tokens, past_key_values, start)[-logits_to_keep:]
-            return CausalLMOutputWithPast(logits=logits[None], past_key_values=past_key_values)
+                logits = runner.step_each(tokens, cache, start)[-logits_to_keep:]
+            return CausalLMOutputWithPast(logits=logits[None], **{runner.cache_name: more[runner.cache_name]})
 
         model.__dict__["forward"] = forward
         try:
@@ -182,11 +184,14 @@ class Attached:
             return Uncached.HANDED_OUT.told()
         if self.engine.pipeline.model.form.own is not None:
             return Uncached.OWN_CACHE.told()
-        if self.engine.pipeline.model.runner.cache_name != "past_key_values":
+        runner, model = self.engine.pipeline.model.runner, cast(Any, self._model)  # torch types attributes as modules
+        if runner.cache_name != cache_name(model.prepare_inputs_for_generation):
             return Uncached.OTHER_ARGUMENT.told()
+        if runner.serial:
+            return Uncached.SERIAL.told()
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
             return Uncached.ATTENTIONS.told()
-        if torch.is_autocast_enabled(self.engine.pipeline.model.runner.device.type):
+        if torch.is_autocast_enabled(runner.device.type):
             return Uncached.AUTOCAST.told()
         if self.engine.pipeline.config.reuse is Reuse.OFF:
             return Uncached.REUSE_OFF.told()

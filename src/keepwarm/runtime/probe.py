@@ -37,11 +37,11 @@ from keepwarm.runtime.arithmetic import KERNELS, installed
 from keepwarm.runtime.device import port_to
 from keepwarm.runtime.dispatch import devices, rounds_float32
 from keepwarm.runtime.identity import config_digest, quantization_of
-from keepwarm.runtime.runner import Runner
+from keepwarm.runtime.runner import CACHE_NAMES, Runner
 
 _TRIED = "keepwarm probe 2"  # change it with what is tried
 _VERDICTS = ("parts", "serial", "not", "alone")
-_OWN = ("past_key_values", "cache_params", "state", "mems")  # models' names for their own cache
+_OWN = (*CACHE_NAMES, "state", "mems")  # models' names for their own cache
 _FEW = 3  # tokens that show what a layer keeps
 _TOKENS = 48  # tokens that show whether parts agree with the whole; more to go beyond a short window
 _WINDOW = 64

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
@@ -25,6 +25,7 @@ from keepwarm.runtime.native.places import Sequenced
 from keepwarm.runtime.stepping import Decoder
 
 ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
+CACHE_NAMES = ("past_key_values", "cache_params", "cache")  # arguments for transformers' cache; since 5.24 the last
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -32,6 +33,13 @@ def embeddings(model: PreTrainedModel) -> torch.Tensor:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight
+
+
+def cache_name(function: Callable[..., Any]) -> str:
+    """Return a function's name for the argument that takes transformers' cache; the library's own if it names none."""
+    usual = GenerationMixin.prepare_inputs_for_generation
+    names = [name for each in (function, usual) for name in inspect.signature(each).parameters]
+    return next(name for name in names if name in CACHE_NAMES)
 
 
 def _body(model: PreTrainedModel) -> torch.nn.Module:
@@ -82,7 +90,7 @@ class Runner:
         wrapper: Any = model
         inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
         parameters = inspect.signature(inner.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.cache_name = cache_name(inner.forward)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
@@ -252,7 +260,7 @@ class Runner:
             "input_ids": ids,
             "position_ids": positions[None],
             "attention_mask": mask,
-            "past_key_values": cache,
+            self.cache_name: cache,
             "use_cache": True,
             **extra,
         }
