@@ -157,7 +157,10 @@ def fill(parts: Sequence[Rows]) -> None:
     staged, at = [], 0
     for part in parts:
         held = memory[at : at + part.bytes.nbytes].view(part.bytes.shape)
-        held.numpy()[...] = part.bytes
+        if part.bytes.flags.writeable:
+            held.copy_(torch.from_numpy(part.bytes))  # by all threads
+        else:  # of these torch warns
+            held.numpy()[...] = part.bytes
         staged.append(Staged(part.plane, part.start, held))
         at += part.bytes.nbytes
     load(staged)
