@@ -36,7 +36,7 @@ from keepwarm.runtime.device import PORTS
 from keepwarm.runtime.device.cuda import CudaPort
 from keepwarm.runtime.gpu_kernels.reasons import missing
 
-ATTENTION = ("auto", "triton")  # through transformers, and by the kernels for GPUs
+ATTENTION = ("model", "triton")  # through transformers, and by the kernels for GPUs
 _LATE = 400_000  # cycles, some 0.2 ms
 _POISONED = 1 << 30  # bytes at most
 

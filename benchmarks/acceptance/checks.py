@@ -50,7 +50,7 @@ class Subject:
     family: str
     dtype: str
     work: Path
-    attention: str = "auto"  # triton: the kernels for GPUs
+    attention: str = "model"  # triton: the kernels for GPUs
 
     @property
     def place(self) -> str:
@@ -283,7 +283,7 @@ def answer_child(subject: Subject, store: Path, prompt: list[int]) -> dict[str, 
 
 
 def subjects(
-    device: str, families: list[str], dtypes: list[str], work: Path, attention: str = "auto"
+    device: str, families: list[str], dtypes: list[str], work: Path, attention: str = "model"
 ) -> Iterator[Subject]:
     """Every family in the first dtype, and the first family in the others."""
     for number, family in enumerate(families or FAMILIES):

@@ -50,7 +50,7 @@ def ceilings(device: str) -> dict[str, Any]:
 
 
 def measured(
-    size: str, device: str, lengths: list[int], ceiling: dict[str, Any], attention: str = "auto"
+    size: str, device: str, lengths: list[int], ceiling: dict[str, Any], attention: str = "model"
 ) -> Iterator[dict[str, Any]]:
     """Yield a line for each length: milliseconds to the first token by tier, floors, and transformers'."""
     pair = shaped(size, device)

@@ -278,7 +278,8 @@ class EngineConfig(BaseModel):
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     attention: Literal["auto", "model", "triton"] = Field(
-        "auto", description="model: leave attention to the model's own code; triton: run steps by our kernels for GPUs"
+        "auto",
+        description="auto: our kernels where they were seen; model: the model's own code; triton: our kernels for GPUs",
     )
 
     @field_validator("max_ram", "max_pages", "max_disk", "max_scratch", mode="before")

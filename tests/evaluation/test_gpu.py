@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.host_memory("the script takes that d
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    ended = gpu.main(["--device", "adversarial", "--attention", "auto", "--output", str(folder), *arguments])
+    ended = gpu.main(["--device", "adversarial", "--attention", "model", "--output", str(folder), *arguments])
     return ended, [json.loads(line) for line in (folder / "gpu-adversarial.jsonl").read_text().splitlines()]
 
 

@@ -18,7 +18,7 @@ from tests.helpers.prompts import ids
 from keepwarm import Batcher, Engine
 from keepwarm.core.results import Generation
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime import device
+from keepwarm.runtime import decoders, device
 from keepwarm.runtime.stepping import Decoder
 from keepwarm.testing.device import AdversarialPort
 
@@ -152,6 +152,28 @@ def test_an_engine_with_experts_reuses_up_to_the_first_token_that_differs(tokeni
 
 
 @pytest.mark.slow
+def test_they_are_the_default_where_they_were_seen(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not in float32, and not for models that they do not run."""
+    monkeypatch.setitem(device.PORTS, "cpu", AdversarialPort)
+    monkeypatch.setattr(decoders, "was_seen", lambda device: True)
+
+    def name(model: Any) -> str:
+        with Engine.from_pretrained((model, tokenizer)) as engine:
+            lean = engine.pipeline.model.runner.lean
+            return "" if lean is None else lean.name
+
+    assert name(tiny("llama", torch.bfloat16, vocab_size=SMALL)) == "triton"
+    assert name(tiny("llama", vocab_size=SMALL)) == ""
+    with caplog.at_level("INFO"):
+        assert name(lean_family("lfm2", torch.bfloat16)) == ""
+    assert "recurrent states" in caplog.text
+    monkeypatch.setattr(decoders, "variance", lambda *given, **named: "steps that end elsewhere")
+    assert name(tiny("llama", torch.bfloat16, vocab_size=SMALL)) == ""
+    assert "not invariant (steps that end elsewhere). Please report this" in caplog.text
+
+
 def test_encoded_kv_is_refused(llama: Any, tokenizer: Any) -> None:
-    with pytest.raises(UnsupportedModel, match=r"kv_in_memory='encoded' needs.*\(attention='triton'\)"):
+    with pytest.raises(UnsupportedModel, match="kv_in_memory='encoded' needs.*on the kernels for GPUs"):
         opened(llama, tokenizer, reuse="prefix", kv_codec="int8", kv_in_memory="encoded")

@@ -7,11 +7,13 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.figures import alone, beside, manual, readme, sources
+from tools.figures import alone, beside, gpus, manual, readme, sources
 from tools.figures.pictures import FOLDER, PICTURES
 from tools.figures.results import ROOT
 
-BLOCKS: dict[str, Callable[[], str]] = readme.BLOCKS | alone.BLOCKS | beside.BLOCKS | manual.BLOCKS | sources.BLOCKS
+BLOCKS: dict[str, Callable[[], str]] = (
+    readme.BLOCKS | alone.BLOCKS | beside.BLOCKS | gpus.BLOCKS | manual.BLOCKS | sources.BLOCKS
+)
 NOT_MEASURED = Path(__file__).with_name("not_measured.toml")
 
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

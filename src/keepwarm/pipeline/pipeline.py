@@ -390,11 +390,10 @@ def _check_encoded(runner: Runner, geometry: KVGeometry, config: EngineConfig) -
         return
     cure = "take kv_in_memory='decoded', which keeps KV encoded in RAM and on disk and decodes it for attention"
     if runner.lean is None or not runner.lean.reads_encoded:
-        why = (
-            f"on {runner.device.type}; the log of level INFO says why" if runner.lean is None else "attention='triton'"
-        )
+        why = "the log of level INFO says why" if runner.lean is None else "but on the kernels for GPUs"
         raise UnsupportedModel(
-            f"kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them ({why}): {cure}"
+            "kv_in_memory='encoded' needs the compiled kernels for the processor, and this model does not run on them "
+            f"(on {runner.device.type}; {why}): {cure}"
         )
     if any(layer.window is not None for layer in geometry.layers):
         raise UnsupportedModel(f"kv_in_memory='encoded' needs layers without a window, and this model has some: {cure}")

@@ -28,6 +28,7 @@ from keepwarm.runtime.stepping import Decoder
 log = logging.getLogger(__name__)
 
 _CURE = "take attention='auto', which runs it through transformers"
+_SEEN = ((9, 0),)  # compute capabilities of the GPUs on which the Triton kernels were seen to be right (docs/gpu.md)
 
 
 def is_for_kernels(form: CacheForm) -> bool:
@@ -75,9 +76,31 @@ def again(decoder: Decoder, model: PreTrainedModel, geometry: KVGeometry) -> Dec
         return None
 
 
+def seen_on_triton(own: Runner, kept: Kept) -> Runner | None:
+    """Return a runner with the Triton decoder for a GPU on which it was seen; None if it is another one, or if the
+    decoder does not run the model. The log says why. Products of float32 are slow there, and left to transformers."""
+    if not was_seen(own.device) or own.model.dtype is torch.float32:
+        return None
+    windows = [layer.window for layer in kept.geometry.layers]
+    if reason := missing(own.device) or uncovered(own.model, windows):
+        log.info("every step runs through transformers: %s", reason)
+        return None
+    try:
+        return on_triton(own, kept, "")
+    except UnsupportedModel as error:
+        log.warning("every step runs through transformers: %s", str(error).removesuffix(f": {_CURE}"))
+        return None
+
+
+def was_seen(device: torch.device) -> bool:
+    """Whether the Triton decoder was seen to be right on such a device."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) in _SEEN
+
+
 def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
-    """Return a runner with the Triton decoder, which was asked for. `reason` is why nothing of ours runs the model, or
-    empty. Raises UnsupportedModel, with the reason, if the decoder does not run it, or is wrong for it."""
+    """Return a runner with the Triton decoder. `reason` is why nothing of ours runs the model, or empty. Raises
+    UnsupportedModel, with the reason, if the decoder does not run it, or is wrong for it."""
     if not reason and not (is_for_kernels(kept.form) and not kept.serial):
         reason = "layers with more than keys and values"
     if reason:

@@ -28,7 +28,7 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
-from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton
+from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
@@ -300,8 +300,8 @@ def _refuse_what_is_no_decoder(model: Any) -> None:
 
 
 def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
-    """Choose the compiled kernels if they agree with the model, else the prefix + step kernel if it does, else the
-    model's own attention."""
+    """Choose kernels of ours if they agree with the model, else the prefix + step kernel if it does, else the model's
+    own attention."""
     model, geometry = own.model, kept.geometry
     if kept.serial and config.attention != "triton":
         return Runner(model, None, port=own.port, serial=True)
@@ -311,6 +311,8 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         return on_triton(own, kept, (kept.uncached_reason or "no KV that our kernels can keep") if none else "")
     if none or config.attention == "model":
         return own
+    if (found := seen_on_triton(own, kept)) is not None:
+        return found
     ours = own
     if attention.may_support(model, own.device):
         ours = Runner(model, attention.NAME, port=own.port)
