@@ -64,6 +64,7 @@ def test_every_byte_arrives(geometry: KVGeometry, cut: int) -> None:
             assert np.array_equal(arena.read(layer, number, START, cut), kv.read(layer, number, START, cut))
 
 
+@pytest.mark.host_memory("kernels of a device read the arena alone")
 def test_attention_reads_the_run_where_it_lies() -> None:
     """Each arena's pages are compared with its run's own addresses, which differ between two runs."""
     together, apart = (given(EVEN, by_layer=by_layer)[0].sequenced() for by_layer in (False, True))
