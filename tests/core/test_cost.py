@@ -71,3 +71,11 @@ def test_a_slow_tier_behind_a_fast_one_is_left_out_alone() -> None:
     assert costs.worth_loading([("s3", 10), ("ram", 500)]) == 2  # what stands on it would be lost, too
     assert costs.worth_loading([("s3", 500), ("disk", 10)]) == 0
     assert costs.worth_loading([]) == 0
+
+
+def test_a_small_load_that_took_long_is_put_right_by_a_large_one() -> None:
+    costs = Costs(bytes_per_token=1024)
+    costs.computed(1000, 1.0)
+    costs.loaded("disk", 1, 5.0)
+    costs.loaded("disk", 1024, 0.01)
+    assert costs.worth_loading([("disk", 100)]) == 1

@@ -56,9 +56,10 @@ def launch(*sizes: Tile) -> Launch:
     return Launch(torch.float32, False, Tiles(base, 16, (every, every)))
 
 
-def test_tiles_with_the_same_bits_are_kept() -> None:
+@pytest.mark.parametrize("gated", [True, False])
+def test_tiles_with_the_same_bits_are_kept(gated: bool) -> None:
     made = launch(replace(launch().tiles.base, rows=32))
-    assert checked(made, "silu", CPU) == made
+    assert checked(made, "silu", CPU, gated=gated) == made
 
 
 def test_a_bit_that_differs_ends_all_choice(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,8 @@ class Costs:
         with self._lock:
             if size >= _LEAST_BYTES:
                 self._load[tier] = _mean(self._load.get(tier), seconds / size)
+                if tier in self._fixed:  # no load takes more by itself than all of this one took
+                    self._fixed[tier] = min(self._fixed[tier], seconds)
             else:
                 self._fixed[tier] = _mean(self._fixed.get(tier), seconds)
 

@@ -42,6 +42,7 @@ class Uncached(StrEnum):
     HANDED_OUT = "return_dict_in_generate would hand out the cache's own memory"
     OWN_CACHE = "the model has a cache of its own, which generate makes itself"
     OTHER_ARGUMENT = "generate gives the model its cache under a name that the model does not take: use Engine"
+    STATE_ALONE = "the model keeps a state alone, and generate cannot tell how much of a prompt that holds: use Engine"
     SERIAL = "the model goes on from its state token by token, and generate gives it several: use Engine"
     ATTENTIONS = "kernels='own' keep neither attentions nor hidden states"
     AUTOCAST = "autocast is on, which computes in another precision"

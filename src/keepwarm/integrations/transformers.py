@@ -113,9 +113,10 @@ class Attached:
             placed.arena.states.disown()
             placed.computed_to = plan.computes[-1].start  # transformers runs the last step, so it is not stored
             engine.pipeline.count(self.prompt_tokens, placed.by_tier)
-            with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():
+            runner = engine.pipeline.model.runner
+            with runner.lock, runner.without_cudnn(), self._own_steps() if self._own else nullcontext():
                 given = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}  # those are None
-                answer = self._generate(inputs, *args, **given, **{engine.pipeline.model.runner.cache_name: cache})
+                answer = self._generate(inputs, *args, **given, **{runner.cache_name: cache})
             with suppress(KeepwarmError):  # the answer is valid without an explanation
                 engine.pipeline.loader.explain(placed)
             self.miss = placed.miss
@@ -189,6 +190,8 @@ class Attached:
             return Uncached.OTHER_ARGUMENT.told()
         if runner.serial:
             return Uncached.SERIAL.told()
+        if not self.engine.pipeline.model.geometry.layers:
+            return Uncached.STATE_ALONE.told()
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
             return Uncached.ATTENTIONS.told()
         if torch.is_autocast_enabled(runner.device.type):

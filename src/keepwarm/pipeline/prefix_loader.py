@@ -250,7 +250,8 @@ class PrefixLoader:
 
     def _note_costs(self, placed: Placed) -> None:
         far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]
-        if len(far) == 1:
+        beside = "ram" in placed.by_tier and not placed.arena.port.is_host  # its copies to the device are in the time
+        if len(far) == 1 and not beside:
             self._costs.loaded(far[0], placed.by_tier[far[0]], placed.load_ms / 1e3 + placed.arena.waited)
 
     def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:

@@ -28,6 +28,7 @@ from keepwarm.runtime.stepping import Decoder
 log = logging.getLogger(__name__)
 
 _CURE = "take attention='auto', which runs it through transformers"
+_PROVEN = 300  # rows on a GPU: more than one part of attention, and products in large tiles
 _SEEN = ((9, 0),)  # compute capabilities of the GPUs on which the Triton kernels were seen to be right (docs/gpu.md)
 
 
@@ -111,7 +112,9 @@ def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
         except ValueError as error:
             raise _refused(str(error)) from None
         assert runner.lean is not None
-        if reason := variance(runner.lean, kept.geometry, runner.vocabulary, form=kept.form, port=own.port):
+        least = _PROVEN if own.device.type == "cuda" else 0
+        how: dict[str, Any] = {"form": kept.form, "port": own.port, "least": least}
+        if reason := variance(runner.lean, kept.geometry, runner.vocabulary, **how):
             reason = f"rows of the kernels are not invariant ({reason})"
         elif reason := disagreement(runner, own, kept):
             reason = f"the kernels do not agree with transformers ({reason})"

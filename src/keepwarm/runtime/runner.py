@@ -116,10 +116,14 @@ class Runner:
             self.port.memory_for("a step"),
             torch.inference_mode(),
             without_autocast(self._kinds),
-            CUDNN.unused() if "cuda" in self._kinds else nullcontext(),
+            self.without_cudnn(),
             switched(self.model, None if self.model.training else attention),  # dropout is the model's own
         ):
             yield
+
+    def without_cudnn(self) -> AbstractContextManager[None]:
+        """Leave cuDNN's attention out while the `with` block runs; see `dispatch.Cudnn`."""
+        return CUDNN.unused() if "cuda" in self._kinds else nullcontext()
 
     def step(self, tokens: TokenIds, cache: Cache, start: int, there: torch.Tensor | None = None) -> torch.Tensor:
         """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it. `there` is

@@ -291,8 +291,9 @@ def _launch(parts: Description, dtype: torch.dtype, device: torch.device) -> Lau
         return Launch(dtype, parts.centred, Tiles.of(dtype, group))
     found: Any = torch.cuda.get_device_properties(device)
     tiles = Tiles.of(dtype, group, found.shared_memory_per_block_optin, found.multi_processor_count)
-    gated = (mlp.activation for mlp in parts.mlps if mlp.gate is not None)
-    return checked(Launch(dtype, parts.centred, tiles), next(gated, "silu"), device)
+    activation = next((mlp.activation for mlp in parts.mlps), "silu")
+    gated = all(mlp.gate is not None for mlp in parts.mlps)
+    return checked(Launch(dtype, parts.centred, tiles), activation, device, gated=gated)
 
 
 def _heads(parts: Description, launch: Launch) -> Heads:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from keepwarm.runtime.device.port import is_out_of_memory
 from keepwarm.runtime.gpu_kernels.capture import Capture
 from keepwarm.runtime.gpu_kernels.launch import Heads
 from keepwarm.runtime.gpu_kernels.plan import Numbers
@@ -179,6 +180,9 @@ class Graphs:
             graph.replay()
             mine = graph.rows[: len(plan.tokens)], how.written(plan)
         except Exception as error:  # those of torch, CUDA and Triton have no type in common
+            if is_out_of_memory(error):
+                self._seen[form] = -_OFTEN  # it is tried again much later
+                return how.through(brought(plan, self._device)[1])
             log.warning("no CUDA graph can be recorded, so single launches run all steps now", exc_info=error)
             self._stop()
             return how.through(brought(plan, self._device)[1])

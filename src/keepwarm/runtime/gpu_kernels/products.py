@@ -1,8 +1,8 @@
 """Triton kernels that multiply rows with weights.
 
-A program computes one tile of results. Tiles have one size, whatever the number of rows: a single row is computed in a
-tile whose other rows are 0. A sum runs over the whole inner dimension in order, in one accumulator. So the bits of a
-row depend on that row and on the weights alone.
+A program computes one tile of results. A single row is computed in a tile whose other rows are 0. A sum runs over the
+whole inner dimension in order, in one accumulator, and all sizes of tiles that are used give the same bits (`tiles`).
+So the bits of a row depend on that row and on the weights alone.
 
 `BY_HAND` is for Triton's interpreter. There `tl.dot` is a product of NumPy's, whose rows may depend on each other, so
 products are summed term by term.

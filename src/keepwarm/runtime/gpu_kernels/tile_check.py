@@ -19,19 +19,22 @@ _SHAPE = 140, 272, 1040  # rows, columns and depth: no whole number of large til
 _COMPILED = 8  # at once
 
 
-def checked(launch: Launch, activation: str, device: torch.device) -> Launch:
+def checked(launch: Launch, activation: str, device: torch.device, *, gated: bool = True) -> Launch:
     """Return kernels whose tiles all give the same bits on a device. A tile that does not run there makes way for the
-    base. If a bit differs, the number of rows decides nothing any more. `activation` is that of gated MLPs."""
+    base. If a bit differs, the number of rows decides nothing any more. `activation` is that of the model's MLPs, and
+    `gated` tells whether all have a gate."""
     if launch.tiles.sizes is None:
         return launch
     one, two = launch.tiles.sizes
-    case = _Case.of(launch, activation, device)
+    case = _Case.of(launch, activation, device, gated)
     every = [(tile, weights) for weights, sizes in ((1, one), (2, two)) for tile in dict.fromkeys(sizes)]
     with ThreadPoolExecutor(_COMPILED) as threads:
         failed = {each for each, works in zip(every, threads.map(case.works, every), strict=True) if not works}
     base = launch.tiles.base
     for tile, weights in every:
-        if (tile, weights) not in failed and not torch.equal(case.run(tile, weights), case.run(base, weights)):
+        if (tile, weights) in failed:
+            continue
+        if not all(map(torch.equal, case.run(tile, weights), case.run(base, weights))):
             log.warning(
                 "products have other bits in other tiles (%s) on %s, so all take one tile, which is slower",
                 *(tile, device),
@@ -53,20 +56,24 @@ class _Case:
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor]
     activation: str
+    gated: bool
 
     @classmethod
-    def of(cls, launch: Launch, activation: str, device: torch.device) -> _Case:
+    def of(cls, launch: Launch, activation: str, device: torch.device, gated: bool) -> _Case:
         rows, columns, depth = _SHAPE
         made = torch.randn(rows + 2 * columns, depth, generator=torch.Generator().manual_seed(0))
         x, up, gate = made.to(device, launch.dtype).split([rows, columns, columns])
-        return cls(launch, device, x, (up, gate), activation)
+        return cls(launch, device, x, (up, gate), activation, gated)
 
-    def run(self, tile: Tile, weights: int) -> torch.Tensor:
-        """Return the result of a product with so many weights."""
+    def run(self, tile: Tile, weights: int) -> list[torch.Tensor]:
+        """Return the results of products with so many weights side by side."""
         sizes = (tile,) * 5
         only = replace(self.launch, tiles=replace(self.launch.tiles, sizes=(sizes, sizes)))
         up, gate = map(Linear, self.weights)
-        return only.product(self.x, up) if weights == 1 else only.widen(self.x, Mlp(up, up, self.activation, gate))
+        if weights == 2:
+            return [only.widen(self.x, Mlp(up, up, self.activation, gate))]
+        plain = [] if self.gated else [only.widen(self.x, Mlp(up, up, self.activation))]
+        return [only.product(self.x, up), *plain]
 
     def works(self, which: tuple[Tile, int]) -> bool:
         """Whether a tile can be compiled and launched. This may be called from any thread."""

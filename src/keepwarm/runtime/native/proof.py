@@ -31,10 +31,11 @@ def variance(
     lora: Lora | None = None,
     form: CacheForm = PLAIN,
     port: DevicePort | None = None,
+    least: int = 0,
 ) -> str:
     """Return what changes a row's logits, keys, values or the state behind it although it must not; empty if nothing
     that was tried does. All rows have the adapter `lora`. `form` says which layers have a state. `port` is a
-    port to the device that computes; None: the host.
+    port to the device that computes; None: the host. At least so many rows are run, the last ones one by one.
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
     end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence
@@ -42,6 +43,8 @@ def variance(
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
+    farther = [least - 2, least - 1] if count < least else []
+    count = max(count, least)
     tokens = token_ids([i * 7919 % vocabulary for i in range(count)])
     numbers = sorted({1, 2, torch.get_num_threads()}) if lean.is_threaded else [1]
     every = [(number, split) for number in numbers for split in _SPLITS]
@@ -51,7 +54,7 @@ def variance(
         logits, kept = made.run(tokens, [count], compared)
         for number, split in every:
             lean.threads = number
-            ends = [*_ends(split), *([count] if (number, split) == every[-1] else [])]
+            ends = [*_ends(split), *([*farther, count] if (number, split) == every[-1] else [])]
             again, there = made.run(tokens[: ends[-1]], ends)
             if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
