@@ -87,10 +87,12 @@ def seen_on_triton(own: Runner, kept: Kept) -> Runner | None:
         log.info("every step runs through transformers: %s", reason)
         return None
     try:
-        return on_triton(own, kept, "")
+        found = on_triton(own, kept, "")
     except UnsupportedModel as error:
         log.warning("every step runs through transformers: %s", str(error).removesuffix(f": {_CURE}"))
         return None
+    log.info("every step runs on the kernels for GPUs")
+    return found
 
 
 def was_seen(device: torch.device) -> bool:

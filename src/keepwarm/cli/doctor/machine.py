@@ -87,7 +87,7 @@ def kernels() -> Finding:
         return Finding(
             "kernels",
             "warn",
-            f"{units}; not compiled: models run through transformers, more slowly, and reuse ends at whole steps",
+            f"{units}; not compiled: on it models run through transformers, more slowly, and reuse ends at whole steps",
             "install a C++ compiler (apt install g++), or name one in CXX; the line above says what it said, if it ran",
         )
     return Finding("kernels", "ok", f"{units}; compiled, code {found.digest}")

@@ -84,7 +84,7 @@ def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
     try:
         with open_engine(name, settings) as engine:
             model = engine.pipeline.model
-            why, invariant = model.uncached_reason, model.runner.is_invariant
+            why, lean = model.uncached_reason, model.runner.lean
     except (ModelError, ConfigError) as error:
         return Finding("model", "fail", str(error), "name another one with --model; docs/models.md lists the classes")
     except KeepwarmError as error:
@@ -92,6 +92,8 @@ def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
     if why:
         cure = "it answers, but nothing is reused: docs/models.md lists the classes that are cached"
         return Finding("model", "warn", f"{name} runs uncached: {why}", cure)
-    kernels = "on Keepwarm's kernels: reuse ends at the first token that differs"
-    steps = "through transformers: reuse ends where messages, documents or whole steps end"
-    return Finding("model", "ok", f"{name} is loaded and cached, {kernels if invariant else steps}")
+    how = "through transformers: reuse ends where messages, documents or whole steps end"
+    if lean is not None:
+        whose = "kernels for GPUs" if lean.name == "triton" else "kernels"
+        how = f"on Keepwarm's {whose}: reuse ends at the first token that differs"
+    return Finding("model", "ok", f"{name} is loaded and cached, {how}")
