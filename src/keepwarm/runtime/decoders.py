@@ -86,6 +86,7 @@ def seen_on_triton(own: Runner, kept: Kept) -> Runner | None:
     if reason := missing(own.device) or uncovered(own.model, windows):
         log.info("every step runs through transformers: %s", reason)
         return None
+    log.info("loading the kernels for GPUs; the first time on a machine they are compiled")
     try:
         found = on_triton(own, kept, "")
     except UnsupportedModel as error:

@@ -167,8 +167,8 @@ class TritonDecoder:
         with self._on_device():
             self._reach(int(positions.max()) + 1)
             small = layers is None and seen is None and self._graphs.repeat and len(ids) <= ROWS
-            every = set(self._windows), self._heads.rows, self._most
-            plan = arranged(ids, positions, placed, wanted, *every, whole=small and len(wanted) > 0)
+            bounds = set(self._windows), self._heads.rows, self._most
+            plan = arranged(ids, positions, placed, wanted, *bounds, whole=small and len(wanted) > 0)
             x = self._graphs.run(plan, self._pass(arrivals)) if small else None
             if x is None:
                 x = self._through(brought(plan, self.device)[1], layers, arrivals, seen)
