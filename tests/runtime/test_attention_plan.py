@@ -48,7 +48,7 @@ def test_each_row_attends_to_each_part_of_its_pages_once(
         cells = [jobs.cells[row] + part for row in jobs.rows for part in range(positions[row] // PART + 1)]
         assert sorted(cells) == list(range(jobs.results))
         assert jobs.results <= most or len(jobs.rows) == 1
-        for first, count, part, table in jobs.within(window, positions).tolist():
+        for first, count, part, table, flat in jobs.within(window, positions).tolist():
             assert 1 <= count <= tile
             for row in jobs.members[first : first + count].tolist():
                 if positions[row] < part * PART:
@@ -56,12 +56,27 @@ def test_each_row_attends_to_each_part_of_its_pages_once(
                 done[row, part] = done.get((row, part), 0) + 1
                 end = min((part + 1) * PART, int(positions[row]) + 1)
                 pages = np.arange(part * PART // PAGE, -(-end // PAGE))
-                assert placed.pages[table + pages].tolist() == [tables[owner[row]][page] * PAGE for page in pages]
+                slots = [tables[owner[row]][page] * PAGE for page in pages]
+                assert placed.pages[table + pages].tolist() == slots
+                assert flat in (-1, slots[0])
+                assert flat == -1 or slots == list(range(flat, flat + len(slots) * PAGE, PAGE))
     for row in chosen.tolist():
         last = int(positions[row]) // PART
         lowest = 0 if window is None else max(0, int(positions[row]) - window + 1) // PART
         assert all(done.get((row, part)) == 1 for part in range(lowest, last + 1))
     assert {row for row, _ in done} <= set(chosen.tolist())
+
+
+def test_pages_that_follow_each_other_are_told_by_the_first() -> None:
+    tables = [range(100), [*range(40), *range(60, 120)]]
+    sequences = [Sequenced((REGION,), np.array(table, dtype=np.int64) * PAGE) for table in tables]
+    ends = [len(table) * PAGE for table in tables]
+    placed = works([end - 1 for end in ends], ends, sequences)
+    (jobs,) = planned(placed, np.array([end - 1 for end in ends]), np.arange(2), 16, 1000)
+    found = sorted((part, rows, flat) for _, rows, part, _, flat in jobs.jobs.tolist())
+    pages = PART // PAGE
+    one, other = [(part, 1, part * PART) for part in (1, 2, 3)], [(1, 1, -1), (2, 1, (2 * pages + 20) * PAGE)]
+    assert found == sorted([(0, 2, 0), *one, *other, (3, 1, (3 * pages + 20) * PAGE)])
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -73,4 +88,4 @@ def test_rows_that_share_a_part_attend_to_it_in_one_job(count: int) -> None:
     sequences = [Sequenced((REGION,), np.array(table, dtype=np.int64) * PAGE) for table in tables]
     placed = works([end - 1] * count, [end] * count, sequences)
     (jobs,) = planned(placed, np.full(count, end - 1, dtype=np.int64), np.arange(count), 16, 1000)
-    assert sorted((part, rows) for _, rows, part, _ in jobs.jobs.tolist()) == [(0, count), *[(1, 1)] * count]
+    assert sorted((part, rows) for _, rows, part, *_ in jobs.jobs.tolist()) == [(0, count), *[(1, 1)] * count]

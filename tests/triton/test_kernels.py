@@ -11,6 +11,7 @@ import torch
 from keepwarm.runtime.gpu_kernels import products
 from keepwarm.runtime.gpu_kernels.graphs import padded
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch
+from keepwarm.runtime.gpu_kernels.plan import JOB
 from keepwarm.runtime.gpu_kernels.step import Step, arranged, brought
 from keepwarm.runtime.gpu_kernels.tiles import Tiles
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
@@ -92,7 +93,8 @@ def attended(
     memory = torch.stack([keys, values]).contiguous()
     plane = memory.stride(0) * 4
     region = Region.even(memory.data_ptr(), plane, memory.stride(1) * 4, memory)
-    sequence = Sequenced((region,), np.arange(0, keys.shape[1], 8, dtype=np.int64))
+    pages = np.arange(0, keys.shape[1], 8, dtype=np.int64)
+    sequence = Sequenced((region,), how.get("pages", pages))
     rows = len(queries)
     placed = works([count - rows], [count], [sequence])
     at = np.arange(count - rows, count, dtype=np.int64)
@@ -147,10 +149,27 @@ def test_attention_is_that_of_float64(case: str, count: int) -> None:
         assert (found[:, head * DIM : (head + 1) * DIM] - weight @ v).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_rows_in_one_piece_and_in_scattered_pages_have_the_same_bits(window: int | None) -> None:
+    count = 600
+    keys, values = random(KV_HEADS, count, DIM), random(KV_HEADS, count, DIM, seed=1)
+    queries = random(3, HEADS, DIM, seed=2)
+    whole, step = attended(count, keys, values, queries, window=window)
+    assert (step.every[0].jobs[window].view(-1, JOB)[:, 4] >= 0).all()
+    pages = np.random.default_rng(0).permutation(count // 8) * 8
+    apart = [torch.empty_like(each) for each in (keys, values)]
+    for number, page in enumerate(pages):
+        for target, source in zip(apart, (keys, values), strict=True):
+            target[:, page : page + 8] = source[:, 8 * number : 8 * number + 8]
+    scattered, step = attended(count, *apart, queries, window=window, pages=pages)
+    assert (step.every[0].jobs[window].view(-1, JOB)[:, 4] == -1).all()
+    assert torch.equal(whole, scattered)
+
+
 def test_jobs_leave_out_what_no_row_attends_to() -> None:
     keys = random(KV_HEADS, 1088, DIM)
     _, step = attended(1030, keys, keys, random(4, HEADS, DIM), window=70)
-    assert {int(job[2]) for job in step.every[0].jobs[70].view(-1, 4)} == {3, 4}
+    assert {int(job[2]) for job in step.every[0].jobs[70].view(-1, JOB)} == {3, 4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,7 +181,7 @@ def test_what_pads_a_step_changes_no_bit(case: str, count: int) -> None:
     found, step = attended(count, keys, values, queries, pads=True, **how)
     assert torch.equal(found, alone)
     assert len(step.tokens) == 4
-    assert all((jobs.view(-1, 4)[:, 1] == 0).any() for part in step.every for jobs in part.jobs.values())
+    assert all((jobs.view(-1, JOB)[:, 1] == 0).any() for part in step.every for jobs in part.jobs.values())
 
 
 @pytest.mark.parametrize("window", [None, 1, 70, 4096])
@@ -170,7 +189,7 @@ def test_a_job_without_rows_reads_and_writes_nothing(window: int | None) -> None
     """Every address that it could read is invalid, and what it could write stays NaN."""
     heads = Heads(launch(), HEADS, KV_HEADS, DIM, DIM, False, False, 0.25, 0.0)
     nowhere, results = torch.full((16,), -1), [torch.full((size,), torch.nan) for size in (64, 64, 64 * DIM)]
-    queries, jobs = torch.full((4, HEADS, DIM), torch.nan), torch.zeros(8, dtype=torch.int64)
+    queries, jobs = torch.full((4, HEADS, DIM), torch.nan), torch.zeros(2 * JOB, dtype=torch.int64)
     where = nowhere, nowhere, nowhere, tuple(results)
     heads.attend(queries, nowhere, nowhere, jobs, *where, 0, window)
     assert all(each.isnan().all() for each in results)

@@ -6,6 +6,11 @@ import ctypes
 import mmap
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
+
+OWN_PAGES = 1 << 20  # bytes; smaller memory shares its pages with other things
+
 
 def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
     """Allocate `size` bytes of zeros. `huge`: use huge pages if possible, which take 512 times fewer page faults.
@@ -18,6 +23,11 @@ def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def own_bytes(size: int) -> npt.NDArray[np.uint8]:
+    """Allocate `size` bytes; from `OWN_PAGES` on in pages of their own, which a device can register."""
+    return np.frombuffer(private_memory(size), np.uint8) if size >= OWN_PAGES else np.empty(size, np.uint8)
 
 
 def give_back() -> None:

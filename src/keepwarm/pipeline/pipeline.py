@@ -102,7 +102,7 @@ class Pipeline:
             form=model.form,
         )
         self.lossy = config.kv_codec != "raw"
-        self.archive = archive_of(config, model.geometry)
+        self.archive = archive_of(config, model.geometry, model.runner.port)
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)

@@ -34,7 +34,8 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
     row.
 
     Some models amplify rounding: computed token by token, Gemma 3 270M through transformers in bfloat16 differs from
-    itself by 6 %. So two runners may be up to twice as far apart as usual, if the reference is as far from itself.
+    itself by 6 %. So two runners may be up to twice as far apart as usual, if each is as far from the exact result as
+    the reference is from itself.
     """
     routed = ours.lean is not None and ours.lean.is_routed and ours.lean.dtype is torch.bfloat16
     size = min(_COMPARED if ours.lean is None else reach(kept.geometry), own.vocabulary)
@@ -71,10 +72,11 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
     row = int(shares.argsort()[len(shares) // 2 if routed else -1])
     bound = _NEAR_EXPERTS if routed else _bound(ours, own)
     if bound == _NEAR < shares[row] < _FAR:
-        bound = max(bound, float(((one_by_one() - theirs).abs().amax(-1) / scales).max()))
+        bound = max(bound, 2 * float(((one_by_one() - theirs).abs().amax(-1) / scales).max()))
     if shares[row] <= bound:
         return ""
-    return f"logits differ by {apart[row]:.3g} at a scale of {scales[row]:.3g}"
+    allowed = bound * scales[row]
+    return f"logits differ by {apart[row]:.3g} at a scale of {scales[row]:.3g}, where {allowed:.3g} may be"
 
 
 def _bound(ours: Runner, own: Runner) -> float:

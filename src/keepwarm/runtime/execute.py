@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Choice, Sampler, TextStream, fetched, logprobs
 
+_UNKNOWN = token_ids([0])  # stands for a token that only the device knows
 LoadFunction = Callable[[Sequence[BlockRef], TokenIds, int, KVSink], dict[str, int]]
 
 
@@ -183,10 +185,48 @@ class Answer:
 
 
 def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer) -> Iterator[Piece]:
-    """Choose tokens one by one from `position` on. Yield a piece for each."""
-    while True:
-        yield answer.take(logits)
-        if answer.done:
-            return
-        last = token_ids(answer.token_ids[-1:])
-        logits = runner.step(last, cache, position + len(answer.token_ids) - 1, answer.there)
+    """Choose tokens one by one from `position` on. Yield a piece for each.
+
+    On a device, the step over a token begins before the host knows the token. If it is the last one, the step is
+    forgotten.
+    """
+    ahead = _goes_ahead(runner, cache, answer)
+    try:
+        while True:
+            at = position + len(answer.token_ids)
+            if not ahead or len(answer.token_ids) + 1 == answer.max_new_tokens:
+                yield answer.take(logits)
+                if answer.done:
+                    return
+                logits = runner.step(token_ids(answer.token_ids[-1:]), cache, at, answer.there)
+                continue
+            chosen = answer.sampler.choose(logits)
+            assert isinstance(chosen, torch.Tensor)
+            arrived = runner.port.fetch(chosen)
+            following = _attempt(partial(runner.step, _UNKNOWN, cache, at, chosen.clamp(min=0)))
+            yield answer.take(logits, Choice(int(arrived()), chosen))
+            if answer.done:
+                return
+            logits = following()
+    finally:
+        if ahead and isinstance(cache, ArenaCache):
+            cache.arena.advance(min(cache.arena.length, position + max(0, len(answer.token_ids) - 1)))
+
+
+def _goes_ahead(runner: Runner, cache: Cache, answer: Answer) -> bool:
+    """Whether a step may begin before its token is known, and be forgotten: recurrent states have no way back."""
+    has_states = isinstance(cache, ArenaCache) and bool(cache.arena.states)
+    return runner.port.goes_ahead and answer.sampler.needs_no_host and not has_states
+
+
+def _attempt(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Run something now. What is returned returns its result, or raises its error."""
+    try:
+        found = run()
+    except Exception as error:
+        return partial(_raised, error)
+    return lambda: found
+
+
+def _raised(error: Exception) -> torch.Tensor:
+    raise error

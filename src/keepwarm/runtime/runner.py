@@ -127,12 +127,12 @@ class Runner:
 
     def step(self, tokens: TokenIds, cache: Cache, start: int, there: torch.Tensor | None = None) -> torch.Tensor:
         """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it. `there` is
-        the same tokens on the model's device, if they are there.
+        the same tokens on the model's device, if they are there; `tokens` then only tells how many there are.
 
         Return the logits after the last token, `[vocab]`, in the model's dtype or, with the same values, in float32.
         """
         if (lean := self._lean_for(cache)) is not None:
-            return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
+            return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1], there)[0]
         if self._is_split(tokens, start):
             self.extend(tokens[:-1], cache, start)
             tokens, start = tokens[-1:], start + len(tokens) - 1
@@ -229,20 +229,38 @@ class Runner:
     def _lean_for(self, cache: Cache) -> Decoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
 
-    def _run_lean(self, lean: Decoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]) -> torch.Tensor:
+    def _run_lean(
+        self,
+        lean: Decoder,
+        tokens: TokenIds,
+        cache: Cache,
+        start: int,
+        wanted: list[int],
+        there: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         arena, most = cache.arena, None if self.lock.is_preferred else self.piece
+        if there is not None:
+            return self._lean_step(lean, tokens, arena, start, wanted, there)
         while most is not None and len(tokens) > most and not (wanted and wanted[0] < most):
             self._lean_step(lean, tokens[:most], arena, start, [])
             tokens, start, wanted = tokens[most:], start + most, [row - most for row in wanted]
         return self._lean_step(lean, tokens, arena, start, wanted)
 
-    def _lean_step(self, lean: Decoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]) -> torch.Tensor:
+    def _lean_step(
+        self,
+        lean: Decoder,
+        tokens: TokenIds,
+        arena: Arena,
+        start: int,
+        wanted: list[int],
+        there: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         arena.check(start)
         with self.lock, self._room(), torch.inference_mode():
             sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving
             try:
-                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving)
+                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving, there)
             except BaseException:
                 arena.states.lose()
                 raise

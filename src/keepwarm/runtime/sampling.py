@@ -166,6 +166,11 @@ class Sampler:
         return token
 
     @property
+    def needs_no_host(self) -> bool:
+        """Whether the next choice depends on nothing that only the host computes."""
+        return self._constraint is None
+
+    @property
     def ended(self) -> bool:
         """Whether the answer is complete: the constraint allows no further token."""
         return self._constraint is not None and self._constraint.ended

@@ -103,8 +103,10 @@ class Decoder(Protocol):
         sequences: Sequence[Sequenced],
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
+        there: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `LeanDecoder.step`."""
+        """See `LeanDecoder.step`. `there` is all tokens on the decoder's device; then `tokens` only tells how many
+        there are."""
         ...
 
     def rows(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
-from keepwarm.core.ports import BlockRef, KVSink, KVSource
+from keepwarm.core.ports import BlockRef, Bytes, KVSink, KVSource
 from keepwarm.core.unclosed import closing, nothing
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store.admin import listing
@@ -28,6 +28,7 @@ from keepwarm.store.health import Health
 from keepwarm.store.loading import Loading
 from keepwarm.store.local import Local
 from keepwarm.store.page_rests import StoredPages
+from keepwarm.store.ram.registered import RegisteredRam
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.remote.limits import Limits
 from keepwarm.store.remote.tier import RemoteTier
@@ -91,12 +92,13 @@ class Archive:
         remotes: Sequence[str] = (),
         limits: Limits | None = None,
         map_files: bool = False,
+        register: Callable[[Bytes], object] | None = None,
     ) -> Archive:
         """Open or create an archive. Caps are in bytes. `path` None keeps KV only in this process. `key` is the key of
         an encrypted store. `rules` say what is stored and what is evicted first. `timeout` is how many seconds a
         request waits for a folder that does not answer. With `coding`, KV is kept encoded in every tier. `remotes` are
         URLs of remote tiers, asked in this order, and `limits` are their limits. With `map_files`, files are used in
-        place.
+        place. `register` is called with the bytes of each run that enters RAM.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked, StoreFull, and ConfigError for a bad URL.
         """
@@ -118,7 +120,8 @@ class Archive:
             index = disk.index  # its database is replaced when it heals
             health.also = lambda name, delta: index.database.count(name, delta)
         rules = rules or Rules()
-        ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
+        chosen = policy(rules.ram_policy, max_ram)
+        ram = RegisteredRam(max_ram, register, policy=chosen) if register else RamTier(max_ram, policy=chosen)
         try:
             return cls(
                 ram,

@@ -7,7 +7,8 @@ It is the CPU behind another port, so that tests find on every machine what othe
   it. Until then its target is unchanged. Pinned memory begins as NaN, too.
 - What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
   to wait for the stream that wrote its bytes copies NaN, since they may not be there yet. `faults` says where.
-- A device may also copy at once. So it is a fault, too, if bytes of the host change before their copy, which is NaN.
+- A device may also copy at once. So it is a fault, too, if bytes of the host change before their copy, which is NaN,
+  or if they are copied by address and are not pinned, or registered, which is one here.
 - Memory of somebody else (`adopt`) is copied to and from by address, and `use` says what is computed over it. There it
   is a fault, too, to write over what a stream reads without waiting for that stream.
 """
@@ -19,124 +20,22 @@ import threading
 import time
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import itemgetter
 
 import numpy as np
 import torch
 
+from keepwarm.core.ports import Bytes
 from keepwarm.runtime.device.common import TensorMemory
 from keepwarm.runtime.device.copies import Copies
-from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
+from keepwarm.runtime.device.port import DevicePort, Memory, Stream
+from keepwarm.runtime.device.registered import Registered
+from keepwarm.testing.late_streams import STREAM_BITS, LateStream, join
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
 _ROOM = 16 << 30  # bytes that it says it has where it has no bound
-_STREAM_BITS = 20  # low bits of a mark, for the stream that wrote; the time stands above them
-
-
-class LateEvent:
-    """A point in a stream. Once the stream has reached it, `known` is what happened before it, by stream."""
-
-    def __init__(self, stream: LateStream, timed: bool) -> None:
-        self.stream, self._timed = stream, timed
-        self._at = 0.0  # seconds, when the stream reached it
-        self.known: dict[int, int] | None = None
-
-    def reach(self, known: dict[int, int], at: float) -> None:
-        self.known, self._at = dict(known), at
-
-    def synchronize(self) -> None:
-        self.stream.run_to(self)
-        self.stream.port.seen(self.known or {})
-
-    def is_past(self) -> bool:
-        self.stream.port.seen(self.known or {})
-        return self.known is not None
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, LateEvent)
-        assert self._timed
-        assert earlier._timed
-        for each in (earlier, self):
-            each.synchronize()
-        return self._at - earlier._at
-
-
-class LateStream:
-    """Work that is put off until something waits for it. With `prompt` it is done at once, as computing is."""
-
-    def __init__(self, port: AdversarialPort, number: int, *, prompt: bool) -> None:
-        self.number = number
-        self.known: dict[int, int] = {}  # the latest time of itself and of each stream that it has waited for
-        self.port, self._prompt = port, prompt
-        self._work: deque[LateEvent | Callable[[], None]] = deque()
-
-    def record(self, *, timed: bool = False) -> LateEvent:
-        with self.port.lock:
-            event = LateEvent(self, timed)
-            self._give(event)
-            return event
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, LateEvent)
-
-        def waits() -> None:
-            event.stream.run_to(event)
-            _join(self.known, event.known or {})
-
-        with self.port.lock:
-            self._give(waits)
-
-    def give(self, work: Callable[[], None]) -> None:
-        with self.port.lock:
-            self._give(work)
-
-    def _give(self, work: LateEvent | Callable[[], None]) -> None:
-        if seen := self.port.host_knows():
-            self._work.append(partial(_join, self.known, dict(seen)))
-        self._work.append(work)
-        if self._prompt:
-            self.run_to(None)
-
-    def run_to(self, event: LateEvent | None) -> None:
-        """Do the work that was put off up to an event; None: all of it."""
-        with self.port.lock:
-            while self._work and (event is None or event.known is None):
-                self.advance()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether work was put off."""
-        return bool(self._work)
-
-    def advance(self) -> None:
-        """Do the first piece of work that was put off."""
-        with self.port.lock:
-            if self._work:
-                work = self._work.popleft()
-                work.reach(self.known, self.port.clock()) if isinstance(work, LateEvent) else work()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Do work at once while the block runs."""
-        before, self._prompt = self._prompt, True
-        self.run_to(None)
-        try:
-            yield
-        finally:
-            self._prompt = before
-
-    def tick(self) -> int:
-        """Note that something was written now. Return the mark that memory keeps of it."""
-        self.known[self.number] = self.port.now()
-        return self.known[self.number] << _STREAM_BITS | self.number
-
-    def knows(self, written: int) -> bool:
-        """Whether this stream has waited for the write with this mark."""
-        return self.known.get(written & (1 << _STREAM_BITS) - 1, 0) >= written >> _STREAM_BITS
 
 
 class LateMemory(TensorMemory):
@@ -167,6 +66,7 @@ class AdversarialPort(DevicePort):
 
     kind = "cpu"
     is_host = False
+    goes_ahead = True
 
     def __init__(self, device: torch.device | None = None, *, room: int | None = None, slowness: float = 0.0) -> None:
         """`room`: bytes that the device has, unlimited by default. `slowness`: seconds of its own clock that a copy or
@@ -176,6 +76,8 @@ class AdversarialPort(DevicePort):
         self.lock = threading.RLock()
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
         self.faults: list[str] = []  # copies that did not wait for what they read
+        self._locked: dict[int, int] = {}  # bytes of pinned memory, by address
+        self._registered = Registered(self._lock_pages, self._locked.pop)
         self._time = self._streams = 0
         self._made_streams: weakref.WeakSet[LateStream] = weakref.WeakSet()
         self._local = threading.local()
@@ -188,7 +90,7 @@ class AdversarialPort(DevicePort):
 
     def seen(self, known: dict[int, int]) -> None:
         """Note that the calling thread saw that an event is past: what it queues from now on comes after that."""
-        _join(self.host_knows(), known)
+        join(self.host_knows(), known)
 
     def host_knows(self) -> dict[int, int]:
         """Return what the calling thread saw, by stream."""
@@ -253,12 +155,12 @@ class AdversarialPort(DevicePort):
         stream, memory = self.current(), self._memory(tensor)
         assert isinstance(stream, LateStream)
         with self.lock:
-            _join(stream.known, self.host_knows())
+            join(stream.known, self.host_knows())
             self._ordered(_each(memory.written, tensor), stream, "computed with")
             if writes:
                 self._unread(memory, lambda marks: _each(marks, tensor), stream, "computed anew")
             mark = stream.tick()
-            _each(memory.reading(stream), tensor).fill_(mark >> _STREAM_BITS)
+            _each(memory.reading(stream), tensor).fill_(mark >> STREAM_BITS)
             if writes:
                 _each(memory.written, tensor).fill_(mark)
 
@@ -267,7 +169,23 @@ class AdversarialPort(DevicePort):
         return sorted((stream for stream in self._made_streams if stream.is_busy), key=lambda stream: stream.number)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), _NAN, dtype=torch.uint8)
+        made = np.full(nbytes, _NAN, np.uint8)
+        self._lock_pages(made.ctypes.data, nbytes)
+        weakref.finalize(made, self._locked.pop, made.ctypes.data, None)
+        return torch.from_numpy(made)
+
+    def register(self, data: Bytes) -> None:
+        self._registered.add(data)
+
+    def holds(self, rows: Bytes) -> bool:
+        return self._registered.holds(rows)
+
+    def _lock_pages(self, address: int, nbytes: int) -> bool:
+        self._locked[address] = nbytes
+        return True
+
+    def _is_locked(self, address: int, size: int) -> bool:
+        return any(start <= address and address + size <= start + own for start, own in list(self._locked.items()))
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, LateStream)
@@ -302,6 +220,8 @@ class AdversarialPort(DevicePort):
         assert isinstance(stream, LateStream)
         late, held = stream, [pinned]
         plan = list(zip(copies.sources.tolist(), copies.targets.tolist(), copies.sizes.tolist(), strict=True))
+        if copies.inward and not all(self._is_locked(source, size) for source, _, size in plan):
+            self.faults.append("bytes of the host are copied by address and are not pinned")
         given = [_sum_at(source, size) if copies.inward else 0 for source, _, size in plan]
 
         def land() -> None:
@@ -317,7 +237,7 @@ class AdversarialPort(DevicePort):
                     written.fill_(mark)
                     ctypes.memmove(target, source, size) if good else ctypes.memset(target, _NAN, size)
                 else:
-                    memory.reading(late)[part] = mark >> _STREAM_BITS
+                    memory.reading(late)[part] = mark >> STREAM_BITS
                     ctypes.memmove(target, source, size)
             held.clear()
 
@@ -378,12 +298,6 @@ def _sum(source: torch.Tensor) -> int:
 
 def _sum_at(address: int, size: int) -> int:
     return zlib.crc32((ctypes.c_char * size).from_address(address))
-
-
-def _join(known: dict[int, int], other: dict[int, int]) -> None:
-    """Add what another knows."""
-    for stream, number in other.items():
-        known[stream] = max(known.get(stream, 0), number)
 
 
 def _each(marks: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

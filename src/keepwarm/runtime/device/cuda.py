@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from keepwarm.core.ports import Bytes
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
 from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.cuda_copies import is_there, runner
+from keepwarm.runtime.device.cuda_host import registered
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _WIDE = 8  # bytes that a kernel moves at once, if rows allow it
@@ -53,11 +56,13 @@ class CudaPort(DevicePort):
 
     kind = "cuda"
     is_host = False
+    goes_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.inbound, self.outbound = self.stream(), self.stream()
+        self._registered = registered(index)
         self._used: deque[tuple[Event, object]] = deque()  # pinned memory, and when its copies are done
         self._using = threading.Lock()
 
@@ -78,6 +83,13 @@ class CudaPort(DevicePort):
         with torch.cuda.device(self.device):  # a thread that has used none would begin with the first one
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def register(self, data: Bytes) -> None:
+        if self._registered is not None:
+            self._registered.add(data)
+
+    def holds(self, rows: Bytes) -> bool:
+        return self._registered is not None and self._registered.holds(rows)
+
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)
 
@@ -87,6 +99,17 @@ class CudaPort(DevicePort):
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         with torch.cuda.device(self.device):
             return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def fetch(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with torch.cuda.device(self.device):
+            copied = torch.empty(result.shape, dtype=result.dtype, pin_memory=True).copy_(result, non_blocking=True)
+        done = self.current().record()
+
+        def arrived() -> torch.Tensor:
+            done.synchronize()
+            return copied
+
+        return arrived
 
     @property
     def copies_by_address(self) -> bool:

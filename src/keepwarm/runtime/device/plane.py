@@ -151,8 +151,12 @@ class Rows:
 
 
 def fill(parts: Sequence[Rows]) -> None:
-    """Copy rows of one layer to its device, through pinned memory and together. They may change right after."""
+    """Copy rows of one layer to its device together: from where they lie if it can, and they must not change then;
+    otherwise through pinned memory, and they may change right after."""
     port = parts[0].plane.port
+    if port.copies_by_address and all(port.holds(part.bytes) for part in parts):
+        _queue(port, parts)
+        return
     memory = port.pinned(sum(part.bytes.nbytes for part in parts))
     staged, at = [], 0
     for part in parts:
@@ -187,12 +191,17 @@ def load(parts: Sequence[Staged]) -> None:
         for part in parts:
             part.plane.load(part.start, part.bytes)
         return
+    _queue(port, [Rows(part.plane, part.start, part.bytes.numpy()) for part in parts])
+
+
+def _queue(port: DevicePort, parts: Sequence[Rows]) -> None:
+    """Queue copies from addresses of the host to such of the device."""
     there, here, sizes = [], [], []
     for part in parts:
         part.plane.turns.take(port.inbound)
         heads, count, width = part.bytes.shape
         there.append(part.plane.addresses(part.start))
-        here.append(part.bytes.data_ptr() + count * width * np.arange(heads))
+        here.append(part.bytes.__array_interface__["data"][0] + part.bytes.strides[0] * np.arange(heads))
         sizes.append(np.full(heads, count * width))
     plan = Copies.between(*map(np.concatenate, (there, here, sizes)), inward=True)
     port.copy_all(plan, port.inbound, [part.bytes for part in parts])

@@ -12,7 +12,7 @@ waits for an *event* of another. So three rules hold:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from errno import ENOMEM
 from typing import Any, ClassVar, Protocol
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy.typing as npt
 import torch
 
+from keepwarm.core.ports import Bytes
 from keepwarm.errors import Overloaded, UnsupportedModel
 from keepwarm.runtime.device.copies import Copies
 
@@ -86,6 +87,7 @@ class DevicePort(ABC):
 
     kind: ClassVar[str]  # as torch names it
     is_host: ClassVar[bool]  # its memory is the host's, so it may be read and written in place, by address
+    goes_ahead: ClassVar[bool] = False  # the host may queue further work while it waits for a result
     has_addresses: ClassVar[bool] = True  # its kernels read memory at the addresses that torch tells
     device: torch.device
     inbound: Stream
@@ -118,6 +120,15 @@ class DevicePort(ABC):
         It is reused once nothing refers to it and the copies queued in streams are done.
         """
 
+    def register(self, data: Bytes) -> None:
+        """Let the device copy from bytes of the host where they lie, for as long as something refers to `data`. Nothing
+        happens if it cannot, or if they are few (see `Registered.add`)."""
+        return
+
+    def holds(self, rows: Bytes) -> bool:
+        """Whether the device can copy from rows of the host, `[heads, n, head_bytes]`, where they lie."""
+        return False
+
     @abstractmethod
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue in a stream the copy of `source`, pinned bytes, into `target` on the device, of the same shape."""
@@ -130,6 +141,12 @@ class DevicePort(ABC):
         """Return a copy of an array on the device, for the calling thread's next computations. The host does not wait
         where it need not. The array may change right after."""
         return torch.from_numpy(array).to(self.device, copy=True)
+
+    def fetch(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Queue a copy of what the calling thread computed to the host. What is returned waits for it, but for nothing
+        that is queued later, and returns it."""
+        copied = result.cpu()
+        return lambda: copied
 
     @property
     def copies_by_address(self) -> bool:

@@ -21,7 +21,7 @@ PART = tl.constexpr(256)  # positions: shorter ones decode sooner, and leave mor
 UNIT = tl.constexpr(64)
 PAGE = tl.constexpr(8)
 REGION = tl.constexpr(5)  # numbers of a region
-JOB = tl.constexpr(4)  # numbers of a job
+JOB = tl.constexpr(5)  # numbers of a job
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -104,6 +104,69 @@ def place(
         tl.store(address.to(queries.dtype) + at, value)
 
 
+@triton.jit
+def started(regions, slot, layer, kv, kv_head, BYTES: tl.constexpr):
+    """Return the addresses of the rows of a head at slots, `BYTES` each."""
+    first, distance = first_of(regions, slot >> 32, layer, kv)
+    return first + kv_head * distance + (slot & 0xFFFFFFFF) * BYTES
+
+
+@triton.jit
+def attend_unit(
+    q,
+    position,
+    there,
+    key,
+    valid,
+    k_address,
+    v_address,
+    top,
+    total,
+    acc,
+    window,
+    scale,
+    cap,
+    DIM: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ROUND: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):
+    """Go on with a running softmax over some keys, whose rows are at these addresses."""
+    dims = tl.arange(0, DIM)
+    k = tl.load(tl.multiple_of(k_address, 16)[None, :] + dims[:, None], mask=valid[None, :], other=0.0)
+    if BY_HAND:
+        score = tl.sum(q.to(tl.float32)[:, :, None] * k.to(tl.float32)[None, :, :], axis=1)
+    else:
+        score = tl.dot(q, k, input_precision="ieee")
+    score = score * scale
+    if CAPPED:
+        score = capped(score, cap)
+    seen = there[:, None] & (key[None, :] <= position[:, None])
+    if WINDOWED:
+        seen = seen & (key[None, :] > position[:, None] - window)
+    score = tl.where(seen, score * LOG2E, float("-inf"))
+    # Blocks that a row does not attend to leave its numbers as they are: others in its tile may need them.
+    highest = tl.max(score, axis=1)
+    live = highest > float("-inf")
+    new = tl.maximum(top, highest)
+    base = tl.where(new > float("-inf"), new, 0.0)
+    weight = tl.exp2(score - base[:, None])
+    keep = tl.exp2(top - base)
+    total = tl.where(live, total * keep + tl.sum(weight, axis=1), total)
+    v = tl.load(tl.multiple_of(v_address, 16)[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
+    if ROUND:
+        narrow = rounded(weight)
+    else:
+        narrow = weight.to(q.dtype)
+    if BY_HAND:
+        more = tl.sum(narrow.to(tl.float32)[:, :, None] * v.to(tl.float32)[None, :, :], axis=1)
+    else:
+        more = tl.dot(narrow, v, input_precision="ieee")
+    acc = tl.where(live[:, None], acc * keep[:, None] + more, acc)
+    return tl.where(live, new, top), total, acc
+
+
 @triton.jit(do_not_specialize=["layer", "window"])
 def attend(
     queries,
@@ -133,7 +196,8 @@ def attend(
 ):
     """Compute one part for the rows of a job and the query heads of one key head.
 
-    A job is the place of its rows in `members`, their number, the part, and where in `pages` their page table begins.
+    A job is the place of its rows in `members`, their number, the part, where in `pages` their page table begins, and
+    the slot of the part's first position if the others follow it, otherwise -1.
     The part's maximum, total and weighted sum of a row go to the row's cell for it: `cells[row] + part`.
     """
     job = jobs + tl.program_id(0).to(tl.int64) * JOB
@@ -157,48 +221,36 @@ def attend(
     top = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     acc = tl.zeros((LANES, DIM), tl.float32)
-    for start in range(begin, end, UNIT):
-        key = start + tl.arange(0, UNIT)
-        valid = key < end
-        if WINDOWED:
-            valid = valid & (key >= lowest)
-        slot = tl.load(table + key // PAGE, mask=valid, other=0)
-        offset = ((slot & 0xFFFFFFFF) + key % PAGE) * (DIM * SIZE)
-        first, distance = first_of(regions, slot >> 32, layer, 0)
-        address = tl.multiple_of((first + kv_head * distance + offset).to(queries.dtype), 16)
-        k = tl.load(address[None, :] + dims[:, None], mask=valid[None, :], other=0.0)
-        if BY_HAND:
-            score = tl.sum(q.to(tl.float32)[:, :, None] * k.to(tl.float32)[None, :, :], axis=1)
-        else:
-            score = tl.dot(q, k, input_precision="ieee")
-        score = score * scale
-        if CAPPED:
-            score = capped(score, cap)
-        seen = there[:, None] & (key[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        score = tl.where(seen, score * LOG2E, float("-inf"))
-        # Blocks that a row does not attend to leave its numbers as they are: others in its tile may need them.
-        highest = tl.max(score, axis=1)
-        live = highest > float("-inf")
-        new = tl.maximum(top, highest)
-        base = tl.where(new > float("-inf"), new, 0.0)
-        weight = tl.exp2(score - base[:, None])
-        keep = tl.exp2(top - base)
-        total = tl.where(live, total * keep + tl.sum(weight, axis=1), total)
-        first, distance = first_of(regions, slot >> 32, layer, 1)
-        address = tl.multiple_of((first + kv_head * distance + offset).to(queries.dtype), 16)
-        v = tl.load(address[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
-        if ROUND:
-            narrow = rounded(weight)
-        else:
-            narrow = weight.to(queries.dtype.element_ty)
-        if BY_HAND:
-            more = tl.sum(narrow.to(tl.float32)[:, :, None] * v.to(tl.float32)[None, :, :], axis=1)
-        else:
-            more = tl.dot(narrow, v, input_precision="ieee")
-        acc = tl.where(live[:, None], acc * keep[:, None] + more, acc)
-        top = tl.where(live, new, top)
+    BYTES: tl.constexpr = DIM * SIZE
+    flat = tl.load(job + 4)
+    if flat >= 0:
+        k_first = started(regions, flat, layer, 0, kv_head, BYTES)
+        v_first = started(regions, flat, layer, 1, kv_head, BYTES)
+        for start in range(begin, end, UNIT):
+            key = start + tl.arange(0, UNIT)
+            valid = key < end
+            if WINDOWED:
+                valid = valid & (key >= lowest)
+            offset = (key - part * PART) * BYTES
+            k_address = (k_first + offset).to(queries.dtype)
+            v_address = (v_first + offset).to(queries.dtype)
+            top, total, acc = attend_unit(
+                q, position, there, key, valid, k_address, v_address, top, total, acc, window, scale, cap,
+                DIM, WINDOWED, CAPPED, ROUND, BY_HAND,
+            )  # fmt: skip
+    else:
+        for start in range(begin, end, UNIT):
+            key = start + tl.arange(0, UNIT)
+            valid = key < end
+            if WINDOWED:
+                valid = valid & (key >= lowest)
+            slot = tl.load(table + key // PAGE, mask=valid, other=0) + key % PAGE
+            k_address = started(regions, slot, layer, 0, kv_head, BYTES).to(queries.dtype)
+            v_address = started(regions, slot, layer, 1, kv_head, BYTES).to(queries.dtype)
+            top, total, acc = attend_unit(
+                q, position, there, key, valid, k_address, v_address, top, total, acc, window, scale, cap,
+                DIM, WINDOWED, CAPPED, ROUND, BY_HAND,
+            )  # fmt: skip
     cell = (tl.load(cells + row, mask=there, other=0) + part) * HEADS + head
     there = there & (position >= part * PART)  # the others have no cell of this part
     tl.store(tops + cell, top, mask=there)

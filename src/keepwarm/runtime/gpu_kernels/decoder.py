@@ -12,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -111,8 +112,9 @@ class TritonDecoder:
         sequences: Sequence[Sequenced],
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
+        there: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the next tokens of several sequences at once: see `LeanDecoder.step`. The logits are on the device.
+        """Run the next tokens of several sequences at once: see `Decoder.step`. The logits are on the device.
 
         `arrivals` is asked for each layer before the layer's memory is read or written.
         """
@@ -120,7 +122,7 @@ class TritonDecoder:
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in zip(starts, ends, strict=True)])
-        return self._run(ids, positions, works(starts, ends, sequences), wanted, arrivals=arrivals)
+        return self._run(ids, positions, works(starts, ends, sequences), wanted, arrivals=arrivals, there=there)
 
     def rows(
         self,
@@ -159,6 +161,7 @@ class TritonDecoder:
         layers: int | None = None,
         arrivals: ArrivingLayers | None = None,
         seen: Seen | None = None,
+        there: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the layers, all of them or the first `layers`. The pass ends with the keys and values of the last one if
         nothing is wanted of it."""
@@ -169,6 +172,7 @@ class TritonDecoder:
             small = layers is None and seen is None and self._graphs.repeat and len(ids) <= ROWS
             bounds = set(self._windows), self._heads.rows, self._most
             plan = arranged(ids, positions, placed, wanted, *bounds, whole=small and len(wanted) > 0)
+            plan = replace(plan, there=there)
             x = self._graphs.run(plan, self._pass(arrivals)) if small else None
             if x is None:
                 x = self._through(brought(plan, self.device)[1], layers, arrivals, seen)

@@ -62,6 +62,7 @@ def padded(plan: Plan) -> Plan:
         np.arange(len(rows)),
         every,
         every,
+        plan.there,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from keepwarm.runtime.gpu_kernels import attention, products, rows
+from keepwarm.runtime.gpu_kernels.plan import JOB
 from keepwarm.runtime.gpu_kernels.tiles import INTERPRETED, Tile, Tiles
 from keepwarm.runtime.native.description import ACTIVATIONS, Linear, Mlp, Norm
 
@@ -267,7 +268,7 @@ class Heads:
     ) -> None:
         """Compute the results of jobs. All programs take as many queries: a row's weights are summed in an order that
         depends on it."""
-        attention.attend[len(jobs) // 4, self.kv_heads](
+        attention.attend[len(jobs) // JOB, self.kv_heads](
             queries,
             positions,
             members,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from keepwarm.runtime.native.places import PAGE, UNIT, Placed
 
 PART = 256  # positions; as in the kernels
+JOB = 5  # numbers of a job; as in the kernels
 _UNITS = PART // UNIT
 _PAGES = UNIT // PAGE
 Numbers = npt.NDArray[np.int64]
@@ -25,7 +26,8 @@ class Jobs:
     """The attention of some rows, whose parts' results are in memory at the same time.
 
     `rows` are those rows. `members` are rows, too, one after another for each job. A job (a row of `jobs`) is the place
-    of its rows there, their number, a part, and where its page table begins. `cells[row]` is the number of the row's
+    of its rows there, their number, a part, where its page table begins, and the slot of the part's first position if
+    those of the others follow it, otherwise -1. `cells[row]` is the number of the row's
     first result; all have `results` together.
     """
 
@@ -64,12 +66,13 @@ def planned(placed: Placed, positions: Numbers, chosen: Numbers, tile: int, most
     kept[chosen] = True
     groups = list(_groups(placed, len(positions), kept))
     parts = positions[chosen] // PART + 1
+    slots = _Slots.of(placed.pages.astype(np.int64))
     made = []
     at = 0
     while at < len(chosen):
         reached = np.cumsum(parts[at:])
         end = at + max(1, int(np.searchsorted(reached, most, side="right")))
-        made.append(_jobs(groups, positions, chosen[at:end], parts[at:end], tile))
+        made.append(_jobs(groups, positions, chosen[at:end], parts[at:end], tile, slots))
         at = end
     return made
 
@@ -94,13 +97,29 @@ def _groups(placed: Placed, rows: int, kept: npt.NDArray[np.bool_]) -> Iterator[
             yield _Group(ending, whole, whole + 1, table)
 
 
-def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Numbers, tile: int) -> Jobs:
+@dataclass(frozen=True)
+class _Slots:
+    """The slots of pages, and how many ends of a row of pages that follow each other are before each page."""
+
+    pages: Numbers
+    ends: Numbers
+
+    @classmethod
+    def of(cls, pages: Numbers) -> _Slots:
+        return cls(pages, np.concatenate([[0], np.cumsum(np.diff(pages) != PAGE)]).astype(np.int64))
+
+    def flat(self, first: Numbers, last: Numbers) -> Numbers:
+        """Return the slots of the `first` pages where all pages up to the `last` ones follow them, otherwise -1."""
+        return np.where(self.ends[first] == self.ends[last], self.pages[first], -1)
+
+
+def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Numbers, tile: int, slots: _Slots) -> Jobs:
     """Return the jobs of a range of rows."""
     cells = np.zeros(len(positions), dtype=np.int64)
     cells[rows] = np.cumsum(parts) - parts
     here = np.zeros(len(positions), dtype=bool)
     here[rows] = True
-    members, jobs, count = [np.empty(0, np.int64)], [np.empty((0, 4), np.int64)], 0
+    members, jobs, count = [np.empty(0, np.int64)], [np.empty((0, JOB), np.int64)], 0
     for group in groups:
         each = group.rows[here[group.rows]]
         if not len(each):
@@ -110,8 +129,12 @@ def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Number
         highest = np.maximum.reduceat(positions[each], begins)
         numbers = np.arange(group.first, group.last)
         at, part = (grid.ravel() for grid in np.meshgrid(np.arange(len(begins)), numbers, indexing="ij"))
-        made = np.stack([count + begins[at], sizes[at], part, np.full(len(at), group.table)], axis=1)
-        jobs.append(made[part * PART <= highest[at]])
+        reached = part * PART <= highest[at]
+        at, part = at[reached], part[reached]
+        pages = group.table + part * (PART // PAGE)
+        latest = group.table + np.minimum((part + 1) * PART - 1, highest[at]) // PAGE
+        flat = slots.flat(pages, latest)
+        jobs.append(np.stack([count + begins[at], sizes[at], part, np.full(len(at), group.table), flat], axis=1))
         members.append(each)
         count += len(each)
     return Jobs(rows, np.concatenate(members), np.concatenate(jobs), cells, int(parts.sum()))

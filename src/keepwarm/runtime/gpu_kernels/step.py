@@ -52,6 +52,7 @@ class Arranged(Generic[T]):
     wanted: T
     every: list[Attending[T]]
     few: list[Attending[T]]
+    there: torch.Tensor | None = None  # the tokens on the device, if they are not known here
 
     @property
     def results(self) -> int:
@@ -76,6 +77,7 @@ class Arranged(Generic[T]):
             of(self.wanted),
             every,
             every if self.is_whole else [part.each(of) for part in self.few],
+            self.there,
         )
 
 
@@ -114,7 +116,13 @@ def brought(plan: Plan, device: torch.device, into: torch.Tensor | None = None) 
     upload = Upload(device)
     places = plan.each(upload.add)
     sent = upload.sent(into)
-    return sent, places.each(lambda place: sent[place])
+    step = places.each(lambda place: sent[place])
+    if plan.there is not None:
+        count = len(plan.there)
+        step.tokens[:count].copy_(plan.there)
+        if len(step.tokens) > count:  # copies of the last row
+            step.tokens[count:].copy_(plan.there[-1:])
+    return sent, step
 
 
 def asked(rows: torch.Tensor, wanted: Numbers) -> torch.Tensor:

@@ -149,6 +149,7 @@ class LeanDecoder:
         sequences: Sequence[Sequenced],
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
+        there: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
@@ -158,6 +159,7 @@ class LeanDecoder:
         values may still be arriving. Each layer is then read, or waited for, just before it is attended to. An
         exception of that ends the step. Either all sequences have an adapter, each its own, or none has one.
         """
+        assert there is None, "tokens are on the host here"
         chosen = _chosen(sequences, [*map(len, tokens)])
         if chosen is not None and self.states:
             raise RuntimeError("rows of a model with recurrent state are not computed with an adapter")
