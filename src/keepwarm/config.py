@@ -173,7 +173,11 @@ class EngineConfig(BaseModel):
         description="seconds that a request outside a batch waits for running ones to give back KV memory of the "
         "device; then it is refused",
     )
-    max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
+    max_pages: int | None = Field(
+        None,
+        description="byte cap of the KV pages that a batch decodes from, per Batcher. None: 1GiB; with our kernels for "
+        "GPUs and without max_device half of the GPU's free memory, of which requests outside a batch keep a quarter",
+    )
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM evicts first")
     disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store evicts first")
@@ -282,12 +286,12 @@ class EngineConfig(BaseModel):
         description="auto: our kernels where they were seen; model: the model's own code; triton: our kernels for GPUs",
     )
 
-    @field_validator("max_ram", "max_pages", "max_disk", "max_scratch", mode="before")
+    @field_validator("max_ram", "max_disk", "max_scratch", mode="before")
     @classmethod
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)
 
-    @field_validator("max_device", "max_disk_writes_per_day", "max_remote", mode="before")
+    @field_validator("max_device", "max_pages", "max_disk_writes_per_day", "max_remote", mode="before")
     @classmethod
     def _budget(cls, value: int | str | None) -> int | None:
         return None if value is None else parse_bytes(value)

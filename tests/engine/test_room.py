@@ -107,8 +107,18 @@ def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: Ad
         assert engine.generate(ids(pool.room - 1, 1), max_new_tokens=1).token_ids
         with pytest.raises(PromptTooLong, match=f"max_device is {pool.cap}, by default 75% of what was free on cpu"):
             engine.generate(ids(1600, 1), max_new_tokens=1)
+        cap = pool.cap
+        given = pool.give_pages(1 << 40)
+        assert (given, pool.cap) == (int(cap * 2 / 3), cap - int(cap * 2 / 3))
+        with pytest.raises(
+            PromptTooLong, match=f"max_device is {pool.cap}, by default .*, and a batch has {given} of it"
+        ):
+            engine.generate(ids(1600, 1), max_new_tokens=1)
+        pool.give_pages(-given)
+        assert (pool.cap, pool.give_pages(100)) == (cap, 100)
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), max_device="3MiB", **ROOM) as engine:
         assert engine.pipeline.pool.cap == 3 << 20
+        assert engine.pipeline.pool.give_pages(1 << 40) == 0
 
 
 def test_the_device_that_has_least_for_its_layers_decides() -> None:

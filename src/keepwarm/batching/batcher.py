@@ -33,6 +33,7 @@ from keepwarm.store.page_pool import PageCounts, PagePool
 
 log = logging.getLogger(__name__)
 
+_PAGES = 1 << 30  # bytes of KV pages by default
 _RETRY = 0.005  # seconds between two tries while nothing can run (pages are in use, blocks are being stored)
 _LOOK = 5.0  # seconds between two checks by an idle thread that its batcher still exists
 # Rows that other work on the model may compute before the batch's next step has its turn. A device computes many in
@@ -60,12 +61,14 @@ class Batcher:
     ) -> None:
         """At most `max_batch` requests run and `max_queue` wait; a round computes `max_prefill_tokens` of prompts.
 
-        KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError.
+        KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError, and Overloaded where a
+        device has no memory for them.
         """
         check_bounds(max_batch=max_batch, max_queue=max_queue, max_prefill_tokens=max_prefill_tokens)
         self.engine = engine
         self.max_batch, self.max_queue, self.max_prefill_tokens = max_batch, max_queue, max_prefill_tokens
         self._runner = engine.pipeline.model.runner
+        self._given = 0  # bytes that the device's other KV left to the pages
         count = self._count_pages()
         self._memory = self._pages(count) if self._runner.lean is not None else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
@@ -148,6 +151,7 @@ class Batcher:
             return False
         self._memory = self._runner.piece = None
         self._rounds.drop_memory()
+        self._take_back()
         with suppress(ValueError):  # closed before
             self.engine.pipeline.on_purge.remove(self._on_purge)
         return True
@@ -188,14 +192,26 @@ class Batcher:
         size, window = page_bytes(self.engine.pipeline.model.geometry), self.engine.pipeline.model.context_window
         if not size:
             return 0
-        count = self.engine.pipeline.config.max_pages // size
-        if not count:
-            raise ConfigError(f"max_pages is {self.engine.pipeline.config.max_pages} bytes, and one page takes {size}")
-        return count if window is None else min(count, self.max_batch * pages_for(window))
+        most = sys.maxsize if window is None else self.max_batch * pages_for(window)
+        nbytes = self.engine.pipeline.config.max_pages
+        if nbytes is None and self._runner.lean is not None and not self._runner.port.is_host:
+            nbytes = self._given = self.engine.pipeline.pool.give_pages(most * size)
+        nbytes = nbytes or _PAGES
+        if nbytes < size:
+            raise ConfigError(f"max_pages is {nbytes} bytes, and one page takes {size}")
+        return min(nbytes // size, most)
 
     def _pages(self, count: int) -> KVPages:
         runner = self._runner
-        return KVPages(self.engine.pipeline.model.geometry, count, partial(_kernels, runner), runner.port)
+        try:
+            return KVPages(self.engine.pipeline.model.geometry, count, partial(_kernels, runner), runner.port)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        given, self._given = self._given, 0
+        self.engine.pipeline.pool.give_pages(-given)
 
     # ---- the worker ----
 

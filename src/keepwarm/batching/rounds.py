@@ -13,6 +13,7 @@ from threading import Condition
 import torch
 
 from keepwarm.batching.admission import Admission, UnderWay
+from keepwarm.batching.ahead import Ahead, begun_ahead, chosen_there
 from keepwarm.batching.request import Prefilling, Running, Waiting, begun
 from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
@@ -22,7 +23,7 @@ from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
-from keepwarm.runtime.sampling import Choice, fetched
+from keepwarm.runtime.sampling import Choice
 from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Rounds:
         self._under_way = UnderWay()
         self.admission = Admission(pipeline, memory, pool, changed, self._turns, self._under_way, most, rows)
         self._slots = self._held = 0
+        self._ahead: Ahead | None = None
 
     @property
     def under_way(self) -> tuple[int, int]:
@@ -60,7 +62,7 @@ class Rounds:
 
     def drop_memory(self) -> None:
         """Release the pages' memory; no request may run afterwards."""
-        self.admission.memory = None
+        self.admission.memory = self._ahead = None
 
     def jobs(self) -> list[Waiting]:
         return [*self.admission.waiting, *self._under_way.all]
@@ -243,52 +245,71 @@ class Rounds:
 
     def _decode(self) -> None:
         """Decode a token for every running request, or for as many as fit into the time that others may wait."""
+        ahead, self._ahead = self._ahead, None
         together: list[tuple[Running, PagedSequence]] = []
         for job in self._turns.decoded(self._under_way.running):
             with self._guarding(job):
                 token, position = job.last
-                if (sequence := job.room.sequence) is not None:
-                    sequence.grow(position + 1)
-                    together.append((job, sequence))
-                else:
+                if job.room.sequence is None:
                     started = time.perf_counter()
                     logits = self._runner.step(token_ids([token]), job.opened.cache, position, job.answer.there)
                     self._grow(job, job.answer.take(logits))
                     self._turns.took_decode([job], time.perf_counter() - started, [0.0])
-        if not together:
-            return
-        tokens, positions = zip(*(job.last for job, _ in together), strict=True)
+                elif ahead is None:
+                    job.room.sequence.grow(position + 1)
+                    together.append((job, job.room.sequence))
         started = time.perf_counter()
+        if ahead is not None:
+            jobs, positions, rows = ahead.of(self._under_way.running)
+        else:
+            jobs, positions = [job for job, _ in together], [job.last[1] for job, _ in together]
+            tokens = [token_ids([job.last[0]]) for job in jobs]
+            try:
+                if jobs:
+                    rows = self._runner.step_together(tokens, positions, [each.sequenced for _, each in together])
+            except Exception as error:
+                self._fail_all(jobs, error)
+                return
+        if jobs:
+            self._hand_out(jobs, positions, rows, started)
+
+    def _hand_out(self, jobs: Sequence[Running], positions: Sequence[int], rows: torch.Tensor, started: float) -> None:
+        """Choose a token for each request from the logits after its newest one, which stands at its position."""
         try:
-            each = [token_ids([token]) for token in tokens]
-            rows = self._runner.step_together(each, positions, [sequence.sequenced for _, sequence in together])
-            choices = self._choices([job for job, _ in together], rows)  # waits for a device
+            choices = self._choices(jobs, rows)  # waits for a device
         except Exception as error:
-            log.exception("a step of %d requests failed", len(together))
-            for job, _ in together:
-                self._fail(job, error)
+            self._fail_all(jobs, error)
             return
         ends = [time.perf_counter()]
-        for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
+        for job, position, logits in zip(jobs, positions, rows, strict=True):
             with self._guarding(job):
-                if job in choices:
-                    sequence.length = position + 1
+                if job in choices and job.room.sequence is not None:
+                    job.room.sequence.length = position + 1
                     self._grow(job, job.answer.take(logits, choices[job]))
             ends.append(time.perf_counter())
         choosing = [end - began for began, end in pairwise(ends)]
-        self._turns.took_decode([job for job, _ in together], ends[0] - started, choosing)
+        self._turns.took_decode(jobs, ends[0] - started, choosing)
         self._measure()
 
+    def _fail_all(self, jobs: Sequence[Running], error: Exception) -> None:
+        log.exception("a step of %d requests failed", len(jobs))
+        for job in jobs:
+            self._fail(job, error)
+
     def _choices(self, jobs: Sequence[Running], rows: torch.Tensor) -> dict[Running, Choice | None]:
-        """Choose the next tokens on a device, for which the host then waits once. On the host each is chosen in its
-        turn: None. A request that fails is not in the result."""
-        if self._runner.port.is_host:
+        """Choose the next tokens on a device, and begin the step over them; the host waits once for the tokens. On the
+        host each is chosen in its turn: None. A request that fails is not in the result."""
+        port = self._runner.port
+        if port.is_host:
             return dict.fromkeys(jobs)
-        chosen: dict[Running, int | torch.Tensor] = {}
-        for job, logits in zip(jobs, rows, strict=True):
-            with self._guarding(job):
-                chosen[job] = job.answer.sampler.choose(logits)
-        return dict(zip(chosen, fetched([*chosen.values()]), strict=True))
+        chosen = chosen_there(jobs, rows, self._guarding)
+        if not chosen:
+            return {}
+        arrived = port.fetch(torch.cat([*chosen.values()]))
+        if port.goes_ahead:
+            following = self._turns.decoded(self._under_way.running)
+            self._ahead = begun_ahead(self._runner, following, chosen)
+        return {job: Choice(token, chosen[job]) for job, token in zip(chosen, arrived().tolist(), strict=True)}
 
     def _grow(self, job: Running, piece: Piece) -> bool:
         """Hand out a piece. If it is the last one, end the request and return True."""

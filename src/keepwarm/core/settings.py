@@ -30,7 +30,7 @@ class EngineArgs(TypedDict, total=False):
     max_ram: Size
     max_device: Size | None
     device_timeout: float
-    max_pages: Size
+    max_pages: Size | None
     max_disk: Size
     ram_policy: Policy
     disk_policy: Policy

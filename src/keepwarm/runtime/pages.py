@@ -126,6 +126,11 @@ class PagedSequence:
         return self._promised
 
     @property
+    def has_no_state(self) -> bool:
+        """Whether all that steps go on from is keys and values."""
+        return self._state is None
+
+    @property
     def sequenced(self) -> Sequenced:
         """Where its pages are, for the calling thread's next step."""
         self._memory.memory.take_turn()

@@ -200,20 +200,24 @@ class Runner:
         return found
 
     def step_together(
-        self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced]
+        self,
+        tokens: Sequence[TokenIds],
+        starts: Sequence[int],
+        sequences: Sequence[Sequenced],
+        there: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences, whose KV is in place, in one pass of the lean decoder. Return the
         logits after each sequence's last token, `[len(tokens), vocab]`.
 
         Each row equals what `step` computes for those tokens alone. Sequences with an adapter run in a pass of their
-        own, those of one adapter side by side.
+        own, those of one adapter side by side. `there`: see `step`; no sequence then has an adapter.
         """
         lean = self.lean
         if lean is None or self.model.training:
             raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
         with self.lock, self._room(), torch.inference_mode():
             if all(sequence.lora is None for sequence in sequences):
-                return lean.step(tokens, starts, sequences, _last(tokens))
+                return lean.step(tokens, starts, sequences, _last(tokens), there=there)
             passes = _passes(sequences)
             each = [
                 lean.step(some, [starts[i] for i in which], [sequences[i] for i in which], _last(some))

@@ -166,6 +166,11 @@ class Sampler:
         return token
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it chooses the token with the largest logit."""
+        return self._greedy and self._ids is None and self._constraint is None
+
+    @property
     def needs_no_host(self) -> bool:
         """Whether the next choice depends on nothing that only the host computes."""
         return self._constraint is None

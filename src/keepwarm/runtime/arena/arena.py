@@ -280,6 +280,26 @@ class Arena:
         self._held = other._held and other._held.cut(length)
         self.gap = other.gap.cut(length)
 
+    def copy_lent(self, other: Arena, length: int) -> None:
+        """Do what `take_over` does, from an arena that another thread may be using: it must not change these positions
+        until this returns. That is when they are copied."""
+        self.seek(0)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for kv in (0, 1):
+                mine.plane(kv).put(0, theirs.plane(kv).shared()[:, :length])
+        for port in dict.fromkeys(self._ports):
+            port.current().record().synchronize()
+        self._held = other._held and other._held.cut(length)
+        self.gap = other.gap.cut(length)
+
+    def is_settled(self, length: int) -> bool:
+        """Whether the first `length` positions are in the arena's own memory, or copies to it are queued."""
+        return not self.arrivals and not any(layer.is_late_before(length) for layer in self.layers)
+
+    def unhold(self, length: int) -> None:
+        """Let no request find positions from here on."""
+        self._held = self._held and self._held.cut(length)
+
     @property
     def held_tokens(self) -> int:
         """The number of leading positions whose KV a request may find."""

@@ -71,6 +71,10 @@ class ArenaLayer(CacheLayerMixin):
         """Whether some positions are still deferred."""
         return bool(self._late)
 
+    def is_late_before(self, end: int) -> bool:
+        """Whether some positions before `end` are still deferred."""
+        return any(part.start < end for part in tuple(self._late))
+
     def materialize(self, start: int = 0) -> None:
         """Write deferred positions, at least those from `start` on; forget the others."""
         if self.arrive is not None:

@@ -19,6 +19,7 @@ from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.lent import Lent, worth_copying
 from keepwarm.runtime.arena.room import Cap, Line
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
@@ -56,14 +57,12 @@ class ArenaPool:
         self.port = port
         ports = form.ports(len(geometry.layers), port)
         self._cap = Cap.of(cap, geometry, ports, Arena.size(geometry, _rounded(context_window or 0)))
-        self.cap = self._cap.nbytes
         self.evictions = 0  # arenas whose content was dropped for another request
         self._reads = reads
         self._keep_encoded = keep_encoded
         self._form = form
         self._forgotten = 0  # number of `forget` calls; content lent before the last one must not be found again
-        # by id of a lent arena: `_forgotten` when it was lent, and the thread that has it
-        self._lent_at: dict[int, tuple[int, int]] = {}
+        self._lent: dict[int, Lent] = {}  # by id of the arena
         self._idle: list[Arena] = []  # oldest first
         self._holders: list[int] = []  # threads that have an arena, or are about to
         self._returned = 0  # how often an arena came back, or was read to its end
@@ -79,6 +78,17 @@ class ArenaPool:
                 self._allocated = Arena.size(geometry, tokens)
                 with suppress(Overloaded):  # the device has no memory to spare
                     self._idle.append(self._made(tokens, touch=True))
+
+    @property
+    def cap(self) -> int:
+        """The most bytes that arenas may take."""
+        return self._cap.nbytes
+
+    def give_pages(self, most: int) -> int:
+        """Give a part of the cap, at most so many bytes, to the pages of a batch if it is a share of a device's free
+        memory. Return the bytes. Ends with `give_pages(-bytes)`."""
+        with self._changed:
+            return self._cap.give(most)
 
     @property
     def nbytes(self) -> int:
@@ -134,9 +144,24 @@ class ArenaPool:
                         raise
         arena.arrivals.reads = self._reads
         arena.lora = lora
+        if wanted is not None and not self.port.is_host:  # the host reads what is in RAM where it is
+            self._copy_lent(arena, wanted)
         with self._changed:
-            self._lent_at[id(arena)] = forgotten, threading.get_ident()
+            self._lent[id(arena)] = Lent(arena, forgotten, threading.get_ident())
         return arena
+
+    def _copy_lent(self, arena: Arena, wanted: Held) -> None:
+        """Copy what an arena in use holds of what is wanted into one that was just taken, if it is worth it."""
+        with self._changed:
+            found = worth_copying(self._lent.values(), self._forgotten, wanted, arena)
+            if found is None:
+                return
+            source, count = found
+            source.pins.append(count)  # whoever has it writes there only after `wait_readers`
+        try:
+            arena.copy_lent(source, count)
+        finally:
+            self.unpin(source, count)
 
     def _taken(self, wanted: Held | None, capacity: int, need: int) -> tuple[Arena, int]:
         """Do what `acquire` does, without waiting for running requests. Return `_forgotten` as of the choice, too."""
@@ -210,17 +235,19 @@ class ArenaPool:
         return any(arena.pins for arena in self._idle)
 
     def wait_readers(self, arena: Arena, start: int) -> None:
-        """Wait until no background reader needs positions from `start` on (one copy of KV, milliseconds)."""
+        """Wait until nobody else needs positions from `start` on (one copy of KV, milliseconds). From now on nobody
+        finds them."""
         with self._changed:
+            arena.unhold(start)
             while any(end > start for end in arena.pins):
                 self._changed.wait()
 
     def release(self, arena: Arena) -> None:
         """Give an arena back. The oldest idle ones beyond the kept number are freed."""
         with self._changed:
-            lent_at, thread = self._lent_at.pop(id(arena))
-            self._holders.remove(thread)
-            if lent_at != self._forgotten:
+            lent = self._lent.pop(id(arena))
+            self._holders.remove(lent.thread)
+            if lent.forgotten != self._forgotten:
                 arena.seek(0)
             arena.states.taken.clear()
             arena.lora = None

@@ -12,30 +12,50 @@ from dataclasses import dataclass
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.device import DevicePort
 
-SHARE = 0.75  # of what is free on a device; the rest is for what steps compute, and for the pages of a batch
+SHARE = 0.75  # of what is free on a device; the rest is for what steps compute
+PAGES = 2 / 3  # of that share: what the pages of a batch have of it by default
 _LEAST_CAP = 4 << 30  # bytes, where nothing says what is free
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cap:
-    """A byte cap of arenas, and what it is, in words for errors."""
+    """A byte cap of arenas. `default` is what it is by default, in words for errors; empty: it was asked for. Is it a
+    `share` of what a device has free? The pages of a batch may be `given` a part."""
 
-    nbytes: int
-    meaning: str
+    whole: int
+    default: str = ""
+    share: bool = False
+    given: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole - self.given
+
+    @property
+    def meaning(self) -> str:
+        """What it is, in words."""
+        without = f", and a batch has {self.given} of it" if self.given else ""
+        return f"max_device is {self.nbytes}{self.default}{without}"
+
+    def give(self, most: int) -> int:
+        """See `ArenaPool.give_pages`."""
+        part = int(self.nbytes * PAGES) if self.share else 0
+        nbytes = most if most < 0 else min(most, part)
+        self.given += nbytes
+        return nbytes
 
     @classmethod
     def of(cls, asked: int | None, geometry: KVGeometry, ports: Sequence[DevicePort], window: int) -> Cap:
         """Return the cap that was `asked` for. By default it is a share of what is free on the devices of the layers,
         which have these ports; on the host there is room for `window` bytes, and at least 4 GiB."""
         if asked is not None:
-            return cls(asked, f"max_device is {asked}")
+            return cls(asked)
         found = _from_free_memory(geometry, ports)
         if found is None:
             nbytes = max(_LEAST_CAP, window)
-            return cls(nbytes, f"max_device is {nbytes} by default")
+            return cls(nbytes, " by default")
         nbytes, where = found
-        share = f"{SHARE:.0%} of what was free on {where} when the engine was made"
-        return cls(nbytes, f"max_device is {nbytes}, by default {share}")
+        return cls(nbytes, f", by default {SHARE:.0%} of what was free on {where} when the engine was made", share=True)
 
 
 def _from_free_memory(geometry: KVGeometry, ports: Sequence[DevicePort]) -> tuple[int, str] | None:

@@ -84,6 +84,14 @@ class Plane:
         self.turns.take()
         return self._tensor
 
+    def shared(self) -> torch.Tensor:
+        """Return the whole plane like `tensor`, from any thread, for reading what does not change until the calling
+        thread's computations are done."""
+        stream = self.port.current()
+        self._memory.used_by(stream)
+        self.turns.follow(stream)
+        return self._tensor
+
     def put(self, start: int, rows: torch.Tensor) -> None:
         """Write rows that the calling thread computed, `[kv_heads, n, dim]`, at the positions `start ...`."""
         self.extend(start, rows, start)

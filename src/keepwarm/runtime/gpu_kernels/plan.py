@@ -119,22 +119,25 @@ def _jobs(groups: list[_Group], positions: Numbers, rows: Numbers, parts: Number
     cells[rows] = np.cumsum(parts) - parts
     here = np.zeros(len(positions), dtype=bool)
     here[rows] = True
-    members, jobs, count = [np.empty(0, np.int64)], [np.empty((0, JOB), np.int64)], 0
-    for group in groups:
-        each = group.rows[here[group.rows]]
-        if not len(each):
-            continue
-        begins = np.arange(0, len(each), tile)
-        sizes = np.minimum(tile, len(each) - begins)
-        highest = np.maximum.reduceat(positions[each], begins)
-        numbers = np.arange(group.first, group.last)
-        at, part = (grid.ravel() for grid in np.meshgrid(np.arange(len(begins)), numbers, indexing="ij"))
-        reached = part * PART <= highest[at]
-        at, part = at[reached], part[reached]
-        pages = group.table + part * (PART // PAGE)
-        latest = group.table + np.minimum((part + 1) * PART - 1, highest[at]) // PAGE
-        flat = slots.flat(pages, latest)
-        jobs.append(np.stack([count + begins[at], sizes[at], part, np.full(len(at), group.table), flat], axis=1))
-        members.append(each)
-        count += len(each)
-    return Jobs(rows, np.concatenate(members), np.concatenate(jobs), cells, int(parts.sum()))
+    members = [each if here[each].all() else each[here[each]] for each in (group.rows for group in groups)]
+    counts = np.array([len(each) for each in members], dtype=np.int64)
+    every = np.concatenate([np.empty(0, np.int64), *members])
+    if not len(every):
+        return Jobs(rows, every, np.empty((0, JOB), np.int64), cells, int(parts.sum()))
+    # Tiles of each group's rows, then the parts of each tile.
+    firsts, lasts, tables = np.array([(group.first, group.last, group.table) for group in groups], dtype=np.int64).T
+    tiles = -(-counts // tile)
+    group = np.repeat(np.arange(len(groups)), tiles)
+    within = (np.arange(len(group)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
+    begins = (np.cumsum(counts) - counts)[group] + within
+    sizes = np.minimum(tile, counts[group] - within)
+    highest = np.maximum.reduceat(positions[every], begins)
+    ends = np.minimum(lasts[group], highest // PART + 1)
+    spans = np.maximum(ends - firsts[group], 0)
+    at = np.repeat(np.arange(len(group)), spans)
+    part = firsts[group][at] + np.arange(len(at)) - np.repeat(np.cumsum(spans) - spans, spans)
+    table = tables[group][at]
+    latest = np.minimum((part + 1) * PART - 1, highest[at])
+    flat = slots.flat(table + part * (PART // PAGE), table + latest // PAGE)
+    jobs = np.stack([begins[at], sizes[at], part, table, flat], axis=1)
+    return Jobs(rows, every, jobs, cells, int(parts.sum()))

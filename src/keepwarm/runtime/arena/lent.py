@@ -1,0 +1,31 @@
+"""Arenas in use, from which another request may copy what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.held import Held
+
+_WORTH = 64  # tokens; fewer are not copied
+
+
+@dataclass(frozen=True)
+class Lent:
+    """An arena in use: how often the pool had forgotten everything when it was lent, and the thread that has it."""
+
+    arena: Arena
+    forgotten: int
+    thread: int
+
+
+def worth_copying(lent: Iterable[Lent], forgotten: int, wanted: Held, arena: Arena) -> tuple[Arena, int] | None:
+    """Return the arena in use that holds most of what is wanted, and how many tokens, if it is worth copying them into
+    `arena`, which was just taken."""
+    found = [(each.arena.resident(wanted), each.arena) for each in lent if each.forgotten == forgotten]
+    count, source = max(found, key=lambda each: each[0], default=(0, arena))
+    count = min(count, arena.capacity)
+    if count - arena.resident(wanted) < _WORTH or arena.pins or not source.is_settled(count):
+        return None
+    return source, count
