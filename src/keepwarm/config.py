@@ -176,7 +176,7 @@ class EngineConfig(BaseModel):
     max_pages: int | None = Field(
         None,
         description="byte cap of the KV pages that a batch decodes from, per Batcher. None: 1GiB; with our kernels for "
-        "GPUs and without max_device half of the GPU's free memory, of which requests outside a batch keep a quarter",
+        "GPUs and without max_device half of the GPU's free memory, as far as the batch can use it",
     )
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM evicts first")

@@ -117,7 +117,7 @@ def test_what_lies_on_a_device_is_compared_there(device: str, change: Callable[[
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA here")
     model = _model().to(device)
-    looks = Elsewhere([*model.parameters(), *model.buffers()])
+    looks = Elsewhere(torch.device(device), [*model.parameters(), *model.buffers()])
     watch = WeightWatch(model)
     for _ in range(3):
         assert not looks.changed()

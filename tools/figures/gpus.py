@@ -60,4 +60,48 @@ def checks() -> str:
     return table(("GPU", "with", "computed by", "model", "dtype", "comparisons, all right"), rows)
 
 
-BLOCKS = {"gpu-times": times, "gpu-checks": checks}
+def loads() -> str:
+    """How near hits from RAM come to what the copy and a bare step take."""
+    head = (
+        *("GPU", "shape of Qwen 3", "computed by", "prompt, tokens"),
+        *("from RAM, GB/s", "one large copy, GB/s", "first token from RAM, over copy and bare step"),
+    )
+    rows = []
+    for about, lines in runs():
+        ceiling = next((each["copy_in_gb_per_s"] for each in lines if "copy_in_gb_per_s" in each), 0.0)
+        rows += [
+            (
+                about["name"],
+                each["size"].upper(),
+                _THROUGH[each["attention"]],
+                f"{each['prompt_tokens']:,}",
+                f"{each['load_gb_per_s']['ram']:.0f}",
+                f"{ceiling:.0f}",
+                f"{each['ram_over_floor']:.2f}",
+            )
+            for each in lines
+            if "ram_over_floor" in each
+        ]
+    return table(head, rows)
+
+
+def at_once() -> str:
+    head = "GPU", "shape of Qwen 3", "requests", "prompt, tokens", "in turn, s", "at once, s", "times as fast"
+    rows = [
+        (
+            about["name"],
+            each["size"].upper(),
+            str(each["requests"]),
+            f"{each['prompt_tokens']:,}",
+            f"{each['in_turn_s']:.2f}",
+            f"{each['at_once_s']:.2f}",
+            f"{each['in_turn_over_at_once']:.1f}",
+        )
+        for about, lines in runs()
+        for each in lines
+        if "at_once_s" in each
+    ]
+    return table(head, rows)
+
+
+BLOCKS = {"gpu-times": times, "gpu-checks": checks, "gpu-loads": loads, "gpu-at-once": at_once}

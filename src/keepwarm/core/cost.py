@@ -47,8 +47,8 @@ class Costs:
                 self._fixed[tier] = _mean(self._fixed.get(tier), seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Note that `tokens` tokens were computed in `seconds`."""
-        if tokens >= _LEAST_TOKENS:
+        """Note that `tokens` tokens were computed in `seconds`; nothing if waiting took all of them."""
+        if tokens >= _LEAST_TOKENS and seconds > 0:
             with self._lock:
                 self._compute = _mean(self._compute, seconds / tokens)
 

@@ -28,7 +28,6 @@ from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.placed import Placed
 from keepwarm.pipeline.snapshots import Snapshots
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.arena.held import KVCopy
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.execute import place, prefill, relocate
@@ -36,6 +35,7 @@ from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
 _COPIED = 2048  # at most this many tokens are copied for the store before the answer ends: 1 % of computing them
+_FETCHED = 256  # the same from a device, which has more arenas for the next request
 _RELINKS = 8  # a request that meets this many corrupt runs is computed in full
 
 
@@ -197,7 +197,6 @@ class PrefixLoader:
                     arena.arrive_all()
                 if plan.relocates:
                     placed.blended_by_tier = relocate(plan, tokens, arena, self._archive.load, self._relocator())
-                arena.landed()
                 if self._snapshots is not None:
                     if not self._snapshots.restore(arena, plan, linked, own=placed.own_states):
                         placed.own_states = True
@@ -292,8 +291,8 @@ class PrefixLoader:
         start, end = fresh.blocks[0].start, fresh.blocks[-1].end
         source: KVSource = arena
         on_copied = None
-        if placed.linked.grid.inside and end - start <= _COPIED:
-            source = KVCopy.of(arena, start, end)
+        if placed.linked.grid.inside and end - start <= (_COPIED if arena.port.is_host else _FETCHED):
+            source = arena.copy_of(start, end)
         else:
             pool.pin(arena, end)
             on_copied = partial(pool.unpin, arena, end)

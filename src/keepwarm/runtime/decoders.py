@@ -15,8 +15,8 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import KeepwarmError, UnsupportedModel
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm, LayerForm
+from keepwarm.runtime.capture import ALONE
 from keepwarm.runtime.filling import packed
-from keepwarm.runtime.gpu_kernels.capture import ALONE
 from keepwarm.runtime.gpu_kernels.reasons import device_of_weights, missing, uncovered
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported

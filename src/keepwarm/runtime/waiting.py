@@ -16,6 +16,7 @@ class Waiting:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._spans: list[tuple[Event, Event]] = []
+        self._copies: list[tuple[Event, Event]] = []
 
     @contextmanager
     def counted(self, port: DevicePort) -> Iterator[None]:
@@ -29,16 +30,26 @@ class Waiting:
             yield
             self._spans.append((began, port.current().record(timed=True)))
 
+    @contextmanager
+    def copying(self, port: DevicePort) -> Iterator[None]:
+        """Count the time of the copies to a device that the block queues, for which computing will wait."""
+        began = port.inbound.record(timed=True)
+        yield
+        self._copies.append((began, port.inbound.record(timed=True)))
+
     def add(self, seconds: float) -> None:
         self._seconds += seconds
 
-    def clear(self) -> None:
+    def clear(self, *, copies: bool = True) -> None:
+        """Forget all waits; with `copies` those for copies, too."""
         self._seconds = 0.0
         self._spans.clear()
+        if copies:
+            self._copies.clear()
 
     @property
     def seconds(self) -> float:
         """Seconds so far. Waits until the device has reached this point."""
-        spans, self._spans = self._spans, []
+        spans, self._spans, self._copies = [*self._spans, *self._copies], [], []
         self._seconds += sum(end.seconds_since(began) for began, end in spans)
         return self._seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from keepwarm.runtime.capture import CudaCapture
 from keepwarm.runtime.dispatch import bringer, is_brought, kept_in_memory
 from keepwarm.runtime.identity import computed_buffers, lora_state, model_tensors, replaced_buffers
 from keepwarm.runtime.native.build import WATCH, compiled
@@ -46,7 +48,7 @@ class WeightWatch:
         self._bringers = [(module, bringer(module)) for module in modules if is_brought(module)]
         self._tensors = [tensor for tensor in every if not tensor.is_inference()]
         spots = [spot.numpy().data for t in every if t.device.type == "cpu" for spot in _spots(t)]
-        self._elsewhere = [Elsewhere(found) for found in _by_device(every).values()]
+        self._elsewhere = [Elsewhere(device, found) for device, found in _by_device(every).items()]
         kernels = compiled(WATCH) if native else None
         self._looks = (
             _Plain(self._tables, self._held, spots)
@@ -70,19 +72,30 @@ class WeightWatch:
 
 class Elsewhere:
     """A few bytes of every tensor on one device, and a copy of them there. It sees changes made earlier on the current
-    stream."""
+    stream. On CUDA one call compares them all: what it launches was recorded."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._spots = [spot for tensor in tensors for spot in _spots(tensor)]
-        self._last = self._now()
+        with torch.inference_mode():
+            self._last = torch.cat(self._spots)
+            self._differ()  # kernels are loaded when they are launched first, which nothing may that is recorded
+        self._capture = CudaCapture(device) if device.type == "cuda" else None
+        self._replay: tuple[Callable[[], None], torch.Tensor] | None = None
+        with suppress(RuntimeError), torch.inference_mode():  # where CUDA records nothing they are launched one by one
+            self._replay = None if self._capture is None else self._capture.record(self._differ)
 
     def changed(self) -> bool:
-        """Whether the bytes differ from the copy. Waits for the device."""
-        return not torch.equal(self._now(), self._last)
+        """Whether the bytes differ from the copy. Waits for the device. One call at a time."""
+        if self._capture is None or self._replay is None:
+            with torch.inference_mode():
+                return bool(self._differ())
+        replay, found = self._replay
+        self._capture.in_turn()
+        replay()
+        return bool(found)
 
-    def _now(self) -> torch.Tensor:
-        with torch.inference_mode():
-            return torch.cat(self._spots)
+    def _differ(self) -> torch.Tensor:
+        return (torch.cat(self._spots) != self._last).any()
 
 
 class _Plain:

@@ -20,13 +20,13 @@ from keepwarm.runtime.arena.arrivals import Arrivals
 from keepwarm.runtime.arena.encoded import EncodedRows
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.gap import NO_GAP, first_attended
-from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.held import Held, KVCopy
 from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.in_turn import InTurn
 from keepwarm.runtime.arena.late import LateLayer, LateRows
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
-from keepwarm.runtime.device.plane import Staged, allocate, layout, load
+from keepwarm.runtime.device.plane import Staged, allocate, fill_all, layout, load, save_all
 from keepwarm.runtime.native.places import Region, Sequenced
 from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.stepping import ArrivingLayers
@@ -123,7 +123,7 @@ class Arena:
 
     def seek(self, length: int) -> None:
         """Make the first `length` positions the valid ones, where the next step appends. Forget all after them."""
-        self._waiting.clear()
+        self._waiting.clear(copies=length <= self.length)  # further on there is what was just loaded
         self.arrivals.cut(length)
         for number, parts in self._staged.items():  # later parts are of a load that failed half-way or was closed now
             self._staged[number] = [part for part in parts if part.end <= length]
@@ -170,11 +170,15 @@ class Arena:
             raise
 
     def arrive_all(self) -> None:
-        """Wait for every layer that is still arriving. Raises what `arrive` raises."""
+        """Wait for every layer that is still arriving, and until all copies to the devices so far are done. Raises what
+        `arrive` raises."""
         if self.arrivals:
             for layer in range(len(self.layers)):
                 self.arrive(layer)
             self._waiting.clear()
+        for port in dict.fromkeys(self._ports):
+            if not port.is_host:
+                port.inbound.record().synchronize()
 
     def taking(self) -> Taking | None:
         """See `Arrivals.taking`."""
@@ -183,12 +187,6 @@ class Arena:
     def passed(self, layer: int) -> None:
         """See `Arrivals.passed`."""
         self.arrivals.passed(layer)
-
-    def landed(self) -> None:
-        """Wait until all copies to the devices so far are done."""
-        for port in dict.fromkeys(self._ports):
-            if not port.is_host:
-                port.inbound.record().synchronize()
 
     @property
     def waited(self) -> float:
@@ -292,6 +290,14 @@ class Arena:
         self._held = other._held and other._held.cut(length)
         self.gap = other.gap.cut(length)
 
+    def copy_of(self, start: int, end: int) -> KVCopy:
+        """Return a copy of some positions, to be stored; from a device by one copy, if its layers are alike."""
+        planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
+        rows = save_all(planes, start, end) if planes and self._ports[0].copies_by_address else None
+        if rows is None:
+            return KVCopy.of(self, start, end)
+        return KVCopy(self.geometry, start, tuple(zip(rows[::2], rows[1::2], strict=True)))
+
     def is_settled(self, length: int) -> bool:
         """Whether the first `length` positions are in the arena's own memory, or copies to it are queued."""
         return not self.arrivals and not any(layer.is_late_before(length) for layer in self.layers)
@@ -335,8 +341,15 @@ class Arena:
 
     def fill_all(self, start: int, data: Bytes) -> bool:
         """See `core.ports.WholeSink`."""
-        if self._is_windowed or not all(port.is_host for port in dict.fromkeys(self._ports)):
+        ports = set(self._ports)
+        if self._is_windowed or len(ports) > 1:
             return False
+        if not (port := ports.pop()).is_host:
+            planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
+            for layer in self.layers:
+                layer.turn(port.inbound)  # what they wait for is not the copies' time
+            with self._waiting.copying(port):
+                return fill_all(planes, start, data.reshape(-1, *data.shape[2:]))
         end = start + data.shape[3]
         for layer, rows in zip(self.layers, data, strict=True):
             layer.fill_late(LateLayer(start, end, (layer.plane(0), layer.plane(1)), rows))

@@ -20,13 +20,12 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.lent import Lent, worth_copying
-from keepwarm.runtime.arena.room import Cap, Line
+from keepwarm.runtime.arena.room import KEPT, KEPT_THERE, Cap, Line
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
 
 _ROUND = 512  # tokens; arenas have multiples of this, so that requests of similar length can use the same one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
-_KEEP_IDLE = 2  # idle arenas kept for reuse
 _POLL = 0.02  # seconds
 _TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else can be evicted
 
@@ -61,6 +60,8 @@ class ArenaPool:
         self._reads = reads
         self._keep_encoded = keep_encoded
         self._form = form
+        few = port.is_host or form.has_states  # the host reads RAM in place, and nobody counts what states take
+        self._kept = 0 if keep_encoded else KEPT if few else KEPT_THERE
         self._forgotten = 0  # number of `forget` calls; content lent before the last one must not be found again
         self._lent: dict[int, Lent] = {}  # by id of the arena
         self._idle: list[Arena] = []  # oldest first
@@ -170,7 +171,8 @@ class ArenaPool:
             best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
             kept = best.resident(wanted) if best is not None and wanted is not None else 0
             is_read = best is not None and any(end > kept for end in best.pins)
-            if best is not None and best.capacity >= capacity and not is_read:
+            spared = best is not None and not kept and best.held_tokens and self._is_spared(need)
+            if best is not None and best.capacity >= capacity and not is_read and not spared:
                 self._idle.remove(best)
                 self.evictions += bool(best.held_tokens and not kept)
                 self._holders.append(threading.get_ident())
@@ -194,6 +196,10 @@ class ArenaPool:
         if source is not None:
             self._put_back(source, forgotten, keep=is_read)
         return arena, forgotten
+
+    def _is_spared(self, need: int) -> bool:
+        """Whether a new arena of `need` bytes is made rather than an idle one emptied, as long as there is room."""
+        return self._kept > KEPT and len(self._idle) < self._kept and self.nbytes + need <= self.cap
 
     def _must_queue(self) -> bool:
         """Whether others may have a right to memory before this thread. Who has an arena himself does not queue behind
@@ -368,8 +374,7 @@ class ArenaPool:
 
     def _trim(self) -> None:
         """Free the oldest idle arenas beyond the kept number, except those being read."""
-        kept = 0 if self._keep_encoded else _KEEP_IDLE
-        for arena in self._idle[: max(0, len(self._idle) - kept)]:
+        for arena in self._idle[: max(0, len(self._idle) - self._kept)]:
             if not arena.pins:
                 self._idle.remove(arena)
                 if self._keep_encoded:  # no eviction: its content is stored, or must not be

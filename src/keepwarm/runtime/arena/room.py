@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.device import DevicePort
 
+KEPT, KEPT_THERE = 2, 32  # idle arenas that are kept for reuse on the host, and on a device
 SHARE = 0.75  # of what is free on a device; the rest is for what steps compute
 PAGES = 2 / 3  # of that share: what the pages of a batch have of it by default
 _LEAST_CAP = 4 << 30  # bytes, where nothing says what is free

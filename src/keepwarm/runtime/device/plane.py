@@ -58,6 +58,18 @@ class Plane:
         self.array: Bytes | None = self._bytes.numpy() if port.is_host else None  # for the host to work in place
 
     @property
+    def memory(self) -> Memory:
+        """The memory that it is a part of."""
+        return self._memory
+
+    def rows(self, planes: int, apart: int, start: int, end: int) -> torch.Tensor:
+        """Return the bytes of positions of this plane and of those behind it, so many bytes apart, `[planes, kv_heads,
+        end - start, head_bytes]`."""
+        shape, width = (planes, self.shape[0], end - start, self.head_bytes), self.head_bytes
+        begin = self._bytes.storage_offset() + start * width
+        return self._bytes.as_strided(shape, (apart, self.head_stride, width, 1), begin)
+
+    @property
     def shape(self) -> torch.Size:
         return self._tensor.shape
 
@@ -149,6 +161,25 @@ class Plane:
         return copied
 
 
+def save_all(planes: Sequence[Plane], start: int, end: int) -> Bytes | None:
+    """Return a copy of the positions `[start, end)` of all planes of a device, `[planes, kv_heads, end - start,
+    head_bytes]`, which is made by one copy; None if they are not alike, or not at even distances. See `Plane.save`."""
+    first, port = planes[0], planes[0].port
+    places = np.array([plane.address if plane.shape == first.shape else 0 for plane in planes])
+    apart = np.unique(np.diff(places))
+    if len(apart) != 1 or any(plane.memory is not first.memory for plane in planes):
+        return None
+    for plane in planes[::2]:  # keys and values have one turn
+        plane.turns.follow(port.outbound)
+    first.memory.used_by(port.outbound)
+    part = first.rows(len(planes), int(apart[0]), start, end)
+    target = port.pinned(part.numel()).view(part.shape)
+    port.copy_out(part, target, port.outbound)
+    port.outbound.record().synchronize()
+    copied: Bytes = target.numpy()
+    return copied
+
+
 @dataclass(frozen=True)
 class Rows:
     """Bytes `[kv_heads, n, head_bytes]` in the host's memory that belong at the positions `start ...` of a plane."""
@@ -176,6 +207,16 @@ def fill(parts: Sequence[Rows]) -> None:
         staged.append(Staged(part.plane, part.start, held))
         at += part.bytes.nbytes
     load(staged)
+
+
+def fill_all(planes: Sequence[Plane], start: int, data: Bytes) -> bool:
+    """Queue copies of rows, `[planes, kv_heads, n, head_bytes]`, to the positions `start ...` of planes of one device,
+    as one, from where they lie. They must not change until that is done. Return False if the device cannot do that."""
+    port = planes[0].port
+    if not port.copies_by_address or not port.holds(data.reshape(-1, *data.shape[2:])):
+        return False
+    _queue(port, [Rows(plane, start, rows) for plane, rows in zip(planes, data, strict=True)])
+    return True
 
 
 @dataclass(frozen=True)

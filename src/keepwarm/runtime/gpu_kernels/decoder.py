@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
-from keepwarm.runtime.gpu_kernels.capture import ALONE, CudaCapture
+from keepwarm.runtime.capture import ALONE, CudaCapture
 from keepwarm.runtime.gpu_kernels.experts import Mixture
 from keepwarm.runtime.gpu_kernels.graphs import ROWS, Graphs, Pass, written
 from keepwarm.runtime.gpu_kernels.launch import Heads, Launch

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from keepwarm.runtime.capture import Capture
 from keepwarm.runtime.device.port import is_out_of_memory
-from keepwarm.runtime.gpu_kernels.capture import Capture
 from keepwarm.runtime.gpu_kernels.launch import Heads
 from keepwarm.runtime.gpu_kernels.plan import Numbers
 from keepwarm.runtime.gpu_kernels.step import Arranged, Attending, Plan, Step, brought
