@@ -10,6 +10,8 @@ from tests.helpers.prompts import ids
 
 from keepwarm import Engine
 from keepwarm.errors import Overloaded
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
 
@@ -59,15 +61,48 @@ def test_what_follows_an_answer_that_ended_early_is_right(engine: Engine) -> Non
     assert found.cached_tokens > 0
 
 
-def test_a_stream_that_is_closed_leaves_what_it_handed_out(engine: Engine) -> None:
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_stream_that_is_closed_leaves_what_it_handed_out(engine: Engine, pieces: int) -> None:
     cold = engine.generate([*PROMPT, 5], max_new_tokens=3, trace=True, reuse="off")
     stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
-    for _ in range(3):
+    for _ in range(pieces):
         next(stream)
     stream.close()
     found = engine.generate([*PROMPT, 5], max_new_tokens=3, trace=True)
     assert found.logits_digest == cold.logits_digest
     assert found.cached_by_tier.get("device")
+
+
+def test_an_arena_is_cut_back_before_it_is_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind that it may belong to another request."""
+    told: list[str] = []
+    advance, release = Arena.advance, ArenaPool.release
+
+    def advanced(arena: Arena, length: int) -> None:
+        told.append("advance")
+        advance(arena, length)
+
+    def released(pool: ArenaPool, arena: Arena) -> None:
+        told.append("release")
+        release(pool, arena)
+
+    monkeypatch.setattr(Arena, "advance", advanced)
+    monkeypatch.setattr(ArenaPool, "release", released)
+    stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
+    next(stream)
+    told.clear()
+    stream.close()
+    assert told[-2:] == ["advance", "release"]
+
+
+def test_who_goes_on_in_another_stream_gets_the_same(engine: Engine, port: AdversarialPort) -> None:
+    wanted = engine.generate(PROMPT, max_new_tokens=6, ignore_eos=True, reuse="off").token_ids
+    stream = engine.stream(PROMPT, max_new_tokens=6, ignore_eos=True, reuse="off")
+    got = []
+    for other in (port.stream(), port.stream(), port.current(), port.stream()):
+        with port.on(other):
+            got.append(next(stream).token_id)
+    assert tuple(got) == wanted[:4]
 
 
 def test_a_step_that_fails_ahead_is_told_after_its_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.pipeline.shadow import Shadow
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.for_pages import give_pages
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.arena.room import Cap
 from keepwarm.runtime.device import PORTS
@@ -107,18 +108,25 @@ def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: Ad
         assert engine.generate(ids(pool.room - 1, 1), max_new_tokens=1).token_ids
         with pytest.raises(PromptTooLong, match=f"max_device is {pool.cap}, by default 75% of what was free on cpu"):
             engine.generate(ids(1600, 1), max_new_tokens=1)
+        engine.flush()  # so that nobody reads it
         cap = pool.cap
-        given = pool.give_pages(1 << 40)
-        assert (given, pool.cap) == (int(cap * 2 / 3), cap - int(cap * 2 / 3))
+        assert pool.nbytes > cap // 3, "it holds the first answer"
+        given = give_pages(pool, 1 << 40, 0)
+        assert cap // 2 <= given <= cap * 2 // 3
+        assert pool.cap == cap - given
+        assert pool.nbytes == 0, "what was idle made way"
         with pytest.raises(
             PromptTooLong, match=f"max_device is {pool.cap}, by default .*, and a batch has {given} of it"
         ):
             engine.generate(ids(1600, 1), max_new_tokens=1)
-        pool.give_pages(-given)
-        assert (pool.cap, pool.give_pages(100)) == (cap, 100)
+        pool.caps.returned.append(given)
+        assert (pool.cap, give_pages(pool, 100, 0)) == (cap, 100)
+        pool.caps.returned.append(100)
+        assert pool.caps.part(cap // 2) == cap - cap // 2, "a prompt of the whole window fits beside the pages"
+        assert pool.caps.part(cap) == cap // 2
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), max_device="3MiB", **ROOM) as engine:
         assert engine.pipeline.pool.cap == 3 << 20
-        assert engine.pipeline.pool.give_pages(1 << 40) == 0
+        assert give_pages(engine.pipeline.pool, 1 << 40, 0) == 0
 
 
 def test_the_device_that_has_least_for_its_layers_decides() -> None:

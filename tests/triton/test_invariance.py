@@ -57,7 +57,7 @@ def test_tokens_one_by_one_and_some_wanted_rows(made: OnTriton) -> None:
 
 @pytest.mark.slow
 def test_the_self_test_at_load_finds_nothing(made: OnTriton) -> None:
-    assert variance(made.decoder, made.geometry, SMALL, form=made.form) == ""
+    assert variance(made.decoder, made.geometry, SMALL, form=made.form, least=75) == ""
 
 
 class Pool:

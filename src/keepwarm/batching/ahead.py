@@ -29,12 +29,12 @@ class Ahead:
     positions: Sequence[int]
     rows: torch.Tensor
 
-    def of(self, running: Sequence[Running]) -> tuple[list[Running], list[int], torch.Tensor]:
-        """Return the same of the requests that have not ended meanwhile."""
+    def of(self, running: Sequence[Running]) -> tuple[list[Running], list[int], torch.Tensor | None]:
+        """Return the same of the requests that have not ended meanwhile; no logits if all have."""
         left = [number for number, job in enumerate(self.jobs) if job in running]
-        rows = self.rows
-        if left and len(left) < len(self.jobs):
-            rows = torch.cat([rows[number : number + 1] for number in left])
+        rows: torch.Tensor | None = self.rows if left else None
+        if 0 < len(left) < len(self.jobs):
+            rows = torch.cat([self.rows[number : number + 1] for number in left])
         return [self.jobs[number] for number in left], [self.positions[number] for number in left], rows
 
 

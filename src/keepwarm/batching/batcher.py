@@ -16,15 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 from keepwarm.batching.request import Listener, Ticket, Waiting
 from keepwarm.batching.rounds import Rounds
 from keepwarm.core.request import GenerateArgs
 from keepwarm.core.shares import may_hold
-from keepwarm.core.unclosed import closing
+from keepwarm.core.unclosed import closing, nothing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
+from keepwarm.runtime.arena.for_pages import give_pages
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import CopyRows, KVPages, page_bytes, pages_for
@@ -68,7 +69,7 @@ class Batcher:
         self.engine = engine
         self.max_batch, self.max_queue, self.max_prefill_tokens = max_batch, max_queue, max_prefill_tokens
         self._runner = engine.pipeline.model.runner
-        self._given = 0  # bytes that the device's other KV left to the pages
+        self._take_back: Any = nothing  # gives arenas the memory again that they left to pages
         count = self._count_pages()
         self._memory = self._pages(count) if self._runner.lean is not None else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
@@ -176,7 +177,12 @@ class Batcher:
         """Return how many tokens a prompt and its answer may have together in the memory that there is."""
         pipeline = self.engine.pipeline
         room = self.pool.capacity * PAGE if page_bytes(pipeline.model.geometry) else sys.maxsize
-        return room if pipeline.model.runner.lean is not None else min(room, pipeline.pool.room)
+        return min(room, pipeline.pool.room) if self._uses_arenas else room
+
+    @property
+    def _uses_arenas(self) -> bool:
+        """Whether a prompt needs an arena as long as it is: the lean decoder reads what is in RAM where it is."""
+        return self._runner.lean is None or not self._runner.port.is_host
 
     def _check_fits(self, job: Waiting) -> None:
         size = page_bytes(self.engine.pipeline.model.geometry)
@@ -187,6 +193,8 @@ class Batcher:
                 f" for, which takes {need} pages of {PAGE} tokens, and there are {there} ({there * size} bytes): "
                 "shorten the prompt, lower max_new_tokens, or raise max_pages"
             )
+        if size and self._runner.lean is not None and self._uses_arenas:
+            self.engine.pipeline.pool.check(len(job.tokens))
 
     def _count_pages(self) -> int:
         size, window = page_bytes(self.engine.pipeline.model.geometry), self.engine.pipeline.model.context_window
@@ -195,7 +203,10 @@ class Batcher:
         most = sys.maxsize if window is None else self.max_batch * pages_for(window)
         nbytes = self.engine.pipeline.config.max_pages
         if nbytes is None and self._runner.lean is not None and not self._runner.port.is_host:
-            nbytes = self._given = self.engine.pipeline.pool.give_pages(most * size)
+            arenas = self.engine.pipeline.pool
+            nbytes = give_pages(arenas, most * size, window or 0)
+            self._take_back = weakref.finalize(self, arenas.caps.returned.append, nbytes)
+            self._take_back.atexit = False
         nbytes = nbytes or _PAGES
         if nbytes < size:
             raise ConfigError(f"max_pages is {nbytes} bytes, and one page takes {size}")
@@ -203,15 +214,7 @@ class Batcher:
 
     def _pages(self, count: int) -> KVPages:
         runner = self._runner
-        try:
-            return KVPages(self.engine.pipeline.model.geometry, count, partial(_kernels, runner), runner.port)
-        except BaseException:
-            self._take_back()
-            raise
-
-    def _take_back(self) -> None:
-        given, self._given = self._given, 0
-        self.engine.pipeline.pool.give_pages(-given)
+        return KVPages(self.engine.pipeline.model.geometry, count, partial(_kernels, runner), runner.port)
 
     # ---- the worker ----
 

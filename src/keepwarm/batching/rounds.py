@@ -246,6 +246,7 @@ class Rounds:
     def _decode(self) -> None:
         """Decode a token for every running request, or for as many as fit into the time that others may wait."""
         ahead, self._ahead = self._ahead, None
+        jobs, positions, rows = ([], [], None) if ahead is None else ahead.of(self._under_way.running)
         together: list[tuple[Running, PagedSequence]] = []
         for job in self._turns.decoded(self._under_way.running):
             with self._guarding(job):
@@ -255,13 +256,11 @@ class Rounds:
                     logits = self._runner.step(token_ids([token]), job.opened.cache, position, job.answer.there)
                     self._grow(job, job.answer.take(logits))
                     self._turns.took_decode([job], time.perf_counter() - started, [0.0])
-                elif ahead is None:
+                elif rows is None:
                     job.room.sequence.grow(position + 1)
                     together.append((job, job.room.sequence))
         started = time.perf_counter()
-        if ahead is not None:
-            jobs, positions, rows = ahead.of(self._under_way.running)
-        else:
+        if rows is None:
             jobs, positions = [job for job, _ in together], [job.last[1] for job, _ in together]
             tokens = [token_ids([job.last[0]]) for job in jobs]
             try:
@@ -270,7 +269,7 @@ class Rounds:
             except Exception as error:
                 self._fail_all(jobs, error)
                 return
-        if jobs:
+        if rows is not None:
             self._hand_out(jobs, positions, rows, started)
 
     def _hand_out(self, jobs: Sequence[Running], positions: Sequence[int], rows: torch.Tensor, started: float) -> None:
@@ -288,6 +287,8 @@ class Rounds:
                     self._grow(job, job.answer.take(logits, choices[job]))
             ends.append(time.perf_counter())
         choosing = [end - began for began, end in pairwise(ends)]
+        if self._ahead is not None and not any(job in self._under_way.running for job in self._ahead.jobs):
+            self._ahead = None
         self._turns.took_decode(jobs, ends[0] - started, choosing)
         self._measure()
 
@@ -306,8 +307,8 @@ class Rounds:
         if not chosen:
             return {}
         arrived = port.fetch(torch.cat([*chosen.values()]))
-        if port.goes_ahead:
-            following = self._turns.decoded(self._under_way.running)
+        following = self._turns.decoded(self._under_way.running)
+        if port.goes_ahead and len(following) == len(self._under_way.running):  # nobody has to wait for a turn
             self._ahead = begun_ahead(self._runner, following, chosen)
         return {job: Choice(token, chosen[job]) for job, token in zip(chosen, arrived().tolist(), strict=True)}
 

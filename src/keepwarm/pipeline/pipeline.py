@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import closing as closed
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Unpack
@@ -318,11 +319,11 @@ class Pipeline:
             answer = self.begin_answer(prepared, opened)
             if placed:
                 placed.generated = answer.token_ids  # this list grows
-            pieces = decode(self.model.runner, opened.cache, logits, len(tokens), answer)
-            yield next(pieces)
-            if placed:
-                self.loader.explain(placed)
-            yield from pieces
+            with closed(decode(self.model.runner, opened.cache, logits, len(tokens), answer)) as pieces:
+                yield next(pieces)
+                if placed:
+                    self.loader.explain(placed)
+                yield from pieces
             if placed:
                 self.chunks.keep(placed)
         if linked and placed:

@@ -214,14 +214,15 @@ class PrefixLoader:
     def last_step(self, placed: Placed | None, tokens: TokenIds, start: int, end: int, cache: Cache) -> torch.Tensor:
         """Run the last step of a batched prompt and note its cost. Return the logits after its last token, `[vocab]`.
 
-        Other requests' steps ran between this prompt's steps, so only the last one is measured.
+        Only the last one is measured, for others' steps ran between this prompt's; and not if it may wait for copies.
         """
-        waited = placed.arena.waited if placed is not None else 0.0
+        if placed is None or placed.arena.is_copying:
+            return self._runner.step(tokens[start:end], cache, start)
+        waited = placed.arena.waited
         began = time.perf_counter()
         logits = self._runner.step(tokens[start:end], cache, start)
-        if placed is not None:
-            logits[:1].cpu()  # waits for the device, which computes asynchronously
-            self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
+        logits[:1].cpu()  # waits for the device, which computes asynchronously
+        self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
         return logits
 
     def last_steps(self, steps: Sequence[tuple[Placed, TokenIds, int]]) -> torch.Tensor:
@@ -244,7 +245,8 @@ class PrefixLoader:
             for each in placed:
                 each.arena.states.lose()
             raise
-        self._costs.computed(sum(map(len, tokens)), time.perf_counter() - began)
+        if not any(each.arena.is_copying for each in placed):
+            self._costs.computed(sum(map(len, tokens)), time.perf_counter() - began)
         return logits
 
     def _note_costs(self, placed: Placed) -> None:

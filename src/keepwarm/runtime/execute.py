@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,8 +60,11 @@ def relocate(
 
 
 def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, costs: Costs | None = None) -> torch.Tensor:
-    """Run the computed spans in order. Return the logits after the last token, `[vocab]`. `costs` gets the time."""
+    """Run the computed spans in order. Return the logits after the last token, `[vocab]`. `costs` gets the time
+    unless steps may have waited for copies."""
     started = time.perf_counter()
+    if isinstance(cache, ArenaCache) and cache.arena.is_copying:
+        costs = None
     *earlier, last = plan.computes
     for span in earlier:
         runner.extend(tokens[span.start : span.end], cache, span.start)
@@ -184,7 +187,9 @@ class Answer:
         return Piece("", None, len(self.token_ids), whole)
 
 
-def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer) -> Iterator[Piece]:
+def decode(
+    runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer
+) -> Generator[Piece, None, None]:
     """Choose tokens one by one from `position` on. Yield a piece for each.
 
     On a device, the step over a token begins before the host knows the token. If it is the last one, the step is
@@ -203,11 +208,18 @@ def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, an
             chosen = answer.sampler.choose(logits)
             assert isinstance(chosen, torch.Tensor)
             arrived = runner.port.fetch(chosen)
+            if runner.lean is None and (answer.trace is not None or answer.top is not None):
+                logits = logits.clone()  # a compiled model may write the next ones in their place
             following = _attempt(partial(runner.step, _UNKNOWN, cache, at, chosen.clamp(min=0)))
+            stream = runner.port.current()
             yield answer.take(logits, Choice(int(arrived()), chosen))
             if answer.done:
                 return
             logits = following()
+            if runner.port.current() != stream:  # the caller goes on in another one
+                stream.record().synchronize()
+                logits = logits.clone()
+                runner.port.current().record().synchronize()  # nobody waits for this stream to reuse what it read
     finally:
         if ahead and isinstance(cache, ArenaCache):
             cache.arena.advance(min(cache.arena.length, position + max(0, len(answer.token_ids) - 1)))

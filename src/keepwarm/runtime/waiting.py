@@ -40,6 +40,11 @@ class Waiting:
     def add(self, seconds: float) -> None:
         self._seconds += seconds
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies were counted whose time nobody has asked for."""
+        return bool(self._copies)
+
     def clear(self, *, copies: bool = True) -> None:
         """Forget all waits; with `copies` those for copies, too."""
         self._seconds = 0.0

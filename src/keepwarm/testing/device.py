@@ -77,7 +77,7 @@ class AdversarialPort(DevicePort):
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
         self.faults: list[str] = []  # copies that did not wait for what they read
         self._locked: dict[int, int] = {}  # bytes of pinned memory, by address
-        self._registered = Registered(self._lock_pages, self._locked.pop)
+        self._registered = Registered(self._lock_pages, lambda address: self._locked.pop(address) > 0)
         self._time = self._streams = 0
         self._made_streams: weakref.WeakSet[LateStream] = weakref.WeakSet()
         self._local = threading.local()

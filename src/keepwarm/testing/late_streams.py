@@ -6,14 +6,34 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from keepwarm.runtime.device.port import Event
 
-if TYPE_CHECKING:
-    from keepwarm.testing.device import AdversarialPort
-
 STREAM_BITS = 20  # low bits of a mark, for the stream that wrote; the time stands above them
+
+
+class Clock(Protocol):
+    """What streams need of their device."""
+
+    @property
+    def lock(self) -> Any: ...
+
+    def now(self) -> int:
+        """Count what is done now, and return its number."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds, as events tell them."""
+        ...
+
+    def seen(self, known: dict[int, int]) -> None:
+        """Note that the calling thread saw that an event is past."""
+        ...
+
+    def host_knows(self) -> dict[int, int]:
+        """Return what the calling thread saw, by stream."""
+        ...
 
 
 class LateEvent:
@@ -47,7 +67,7 @@ class LateEvent:
 class LateStream:
     """Work that is put off until something waits for it. With `prompt` it is done at once, as computing is."""
 
-    def __init__(self, port: AdversarialPort, number: int, *, prompt: bool) -> None:
+    def __init__(self, port: Clock, number: int, *, prompt: bool) -> None:
         self.number = number
         self.known: dict[int, int] = {}  # the latest time of itself and of each stream that it has waited for
         self.port, self._prompt = port, prompt

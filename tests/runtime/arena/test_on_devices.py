@@ -107,6 +107,16 @@ def test_many_idle_arenas_are_kept(port: AdversarialPort) -> None:
     assert pool.nbytes == KEPT_THERE * Arena.size(EVEN, 512)
 
 
+def test_a_common_header_is_no_reason_to_empty_an_arena(port: AdversarialPort) -> None:
+    pool = ArenaPool(EVEN, port)
+    one, other = (Held(b"root", {}, token_ids([*[1] * 20, *[number] * 100])) for number in (2, 3))
+    for each in (one, other):
+        arena = pool.acquire(each, 128)
+        arena.hold(each)
+        pool.release(arena)
+    assert (pool.peek(one), pool.peek(other)) == (120, 120)
+
+
 def test_idle_arenas_are_emptied_where_there_is_no_room(port: AdversarialPort) -> None:
     pool = ArenaPool(EVEN, port, cap=2 * Arena.size(EVEN, 512))
     for name in "abc":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +45,38 @@ def test_bytes_are_registered_while_a_view_refers_to_them() -> None:
     assert not live
 
 
+def test_memory_that_the_device_may_still_read_stays() -> None:
+    registered = Registered(lambda at, nbytes: True, lambda at: False)
+    data = own_bytes(OWN_PAGES)
+    data[:] = 7
+    registered.add(data)
+    there = np.frombuffer(data.base, np.uint8)
+    del data
+    gc.collect()
+    assert not registered.holds(rows_of(there))
+    assert registered._stuck
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_leaves_the_device_alone() -> None:
+    told: list[int] = []
+    registered = Registered(lambda at, nbytes: True, lambda at: not told.append(at))
+    data = own_bytes(OWN_PAGES)
+    registered.add(data)
+    if (child := os.fork()) == 0:
+        holds = registered.holds(rows_of(data))
+        del data
+        os._exit(holds or len(told))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert registered.holds(rows_of(data))
+
+
 def test_little_and_refused_memory_stays_as_it_is() -> None:
     asked: list[int] = []
     registered = Registered(lambda at, nbytes: bool(asked.append(nbytes)), lambda at: pytest.fail("nothing was there"))
-    small, large = own_bytes(OWN_PAGES - 64), own_bytes(OWN_PAGES)
+    small, large, shared = own_bytes(OWN_PAGES - 64), own_bytes(OWN_PAGES), own_bytes(2 * OWN_PAGES)[64:]
     registered.add(small)
+    registered.add(shared)  # not in pages of its own
     assert not asked
     registered.add(large)
     assert asked == [OWN_PAGES]

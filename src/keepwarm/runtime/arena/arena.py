@@ -27,6 +27,7 @@ from keepwarm.runtime.arena.late import LateLayer, LateRows
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import Staged, allocate, fill_all, layout, load, save_all
+from keepwarm.runtime.device.port import is_out_of_memory
 from keepwarm.runtime.native.places import Region, Sequenced
 from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.stepping import ArrivingLayers
@@ -194,6 +195,12 @@ class Arena:
         return self._waiting.seconds
 
     @property
+    def is_copying(self) -> bool:
+        """Whether steps may have to wait for copies that were queued while it was loaded. How long cannot be told from
+        what they take, for these run beside other work."""
+        return self._waiting.is_copying
+
+    @property
     def is_late(self) -> bool:
         """Whether part of the content is still read in place, or not copied yet."""
         return any(layer.is_late for layer in self.layers)
@@ -278,22 +285,32 @@ class Arena:
         self._held = other._held and other._held.cut(length)
         self.gap = other.gap.cut(length)
 
-    def copy_lent(self, other: Arena, length: int) -> None:
-        """Do what `take_over` does, from an arena that another thread may be using: it must not change these positions
-        until this returns. That is when they are copied."""
+    def copy_lent(self, other: Arena, held: Held) -> None:
+        """Do what `take_over` does with what is `held` by an arena that another thread may be using: it must not change
+        these positions until this returns. That is when they are copied."""
         self.seek(0)
+        length = len(held.tokens)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for kv in (0, 1):
                 mine.plane(kv).put(0, theirs.plane(kv).shared()[:, :length])
         for port in dict.fromkeys(self._ports):
             port.current().record().synchronize()
-        self._held = other._held and other._held.cut(length)
-        self.gap = other.gap.cut(length)
+        self._held, self.gap = held, held.gap.cut(length)
+
+    def held_to(self, length: int) -> Held | None:
+        """Return what it holds up to a position."""
+        return self._held and self._held.cut(length)
 
     def copy_of(self, start: int, end: int) -> KVCopy:
         """Return a copy of some positions, to be stored; from a device by one copy, if its layers are alike."""
         planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
-        rows = save_all(planes, start, end) if planes and self._ports[0].copies_by_address else None
+        rows = None
+        if planes and self._ports[0].copies_by_address:
+            try:
+                rows = save_all(planes, start, end)
+            except Exception as error:  # the device gathers them first
+                if not is_out_of_memory(error):
+                    raise
         if rows is None:
             return KVCopy.of(self, start, end)
         return KVCopy(self.geometry, start, tuple(zip(rows[::2], rows[1::2], strict=True)))

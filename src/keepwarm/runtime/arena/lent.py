@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.held import Held
 
-_WORTH = 64  # tokens; fewer are not copied
+WORTH = 64  # tokens; fewer are not copied, and are no reason to take an arena
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Lent:
     thread: int
 
 
-def worth_copying(lent: Iterable[Lent], forgotten: int, wanted: Held, arena: Arena) -> tuple[Arena, int] | None:
-    """Return the arena in use that holds most of what is wanted, and how many tokens, if it is worth copying them into
-    `arena`, which was just taken."""
+def worth_copying(lent: Iterable[Lent], forgotten: int, wanted: Held, arena: Arena) -> tuple[Arena, Held] | None:
+    """Return the arena in use that holds most of what is wanted, and what that is, if it is worth copying into `arena`,
+    which was just taken."""
     found = [(each.arena.resident(wanted), each.arena) for each in lent if each.forgotten == forgotten]
     count, source = max(found, key=lambda each: each[0], default=(0, arena))
-    count = min(count, arena.capacity)
-    if count - arena.resident(wanted) < _WORTH or arena.pins or not source.is_settled(count):
+    held = source.held_to(min(count, arena.capacity))
+    if held is None or len(held.tokens) - arena.resident(wanted) < WORTH or arena.pins:
         return None
-    return source, count
+    return (source, held) if source.is_settled(len(held.tokens)) else None

@@ -19,12 +19,11 @@ from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
-from keepwarm.runtime.arena.lent import Lent, worth_copying
-from keepwarm.runtime.arena.room import KEPT, KEPT_THERE, Cap, Line
+from keepwarm.runtime.arena.lent import WORTH, Lent, worth_copying
+from keepwarm.runtime.arena.room import KEPT, KEPT_THERE, ROUND, Cap, Line, rounded
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
 
-_ROUND = 512  # tokens; arenas have multiples of this, so that requests of similar length can use the same one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
 _POLL = 0.02  # seconds
 _TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else can be evicted
@@ -55,7 +54,7 @@ class ArenaPool:
         self.geometry = geometry
         self.port = port
         ports = form.ports(len(geometry.layers), port)
-        self._cap = Cap.of(cap, geometry, ports, Arena.size(geometry, _rounded(context_window or 0)))
+        self.caps = Cap.of(cap, geometry, ports, Arena.size(geometry, rounded(context_window or 0)))
         self.evictions = 0  # arenas whose content was dropped for another request
         self._reads = reads
         self._keep_encoded = keep_encoded
@@ -74,8 +73,8 @@ class ArenaPool:
         self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
         self._freed: deque[int] = deque()  # bytes not yet subtracted; the garbage collector fills it, in any thread
         if geometry.layers and not keep_encoded:
-            tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
-            if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
+            tokens = min(context_window or ROUND, _RESERVE // geometry.bytes_per_token)
+            if tokens >= ROUND and Arena.size(geometry, tokens) <= self.cap:
                 self._allocated = Arena.size(geometry, tokens)
                 with suppress(Overloaded):  # the device has no memory to spare
                     self._idle.append(self._made(tokens, touch=True))
@@ -83,13 +82,7 @@ class ArenaPool:
     @property
     def cap(self) -> int:
         """The most bytes that arenas may take."""
-        return self._cap.nbytes
-
-    def give_pages(self, most: int) -> int:
-        """Give a part of the cap, at most so many bytes, to the pages of a batch if it is a share of a device's free
-        memory. Return the bytes. Ends with `give_pages(-bytes)`."""
-        with self._changed:
-            return self._cap.give(most)
+        return self.caps.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +96,7 @@ class ArenaPool:
     def room(self) -> int:
         """How many positions the largest arena under the cap has."""
         per_token = self.geometry.bytes_per_token
-        return max(0, self.cap // per_token // _ROUND - 1) * _ROUND if per_token else sys.maxsize
+        return max(0, self.cap // per_token // ROUND - 1) * ROUND if per_token else sys.maxsize
 
     @property
     def lent(self) -> int:
@@ -126,12 +119,7 @@ class ArenaPool:
         streams of this thread, not at all. Raises PromptTooLong when `capacity` never fits under the cap, and
         Overloaded when it does not fit beside the running requests.
         """
-        need = self._size(_rounded(capacity))
-        if need > self.cap:
-            raise PromptTooLong(
-                f"{capacity} positions of KV take {need} bytes on the device, and {self._cap.meaning}: "
-                "shorten the prompt, lower max_new_tokens, or raise max_device"
-            )
+        need = self.check(capacity)
         began = time.monotonic()
         until = began + wait
         with self._line.place(until) if wait and self._must_queue() else nullcontext():
@@ -145,11 +133,30 @@ class ArenaPool:
                         raise
         arena.arrivals.reads = self._reads
         arena.lora = lora
-        if wanted is not None and not self.port.is_host:  # the host reads what is in RAM where it is
-            self._copy_lent(arena, wanted)
+        try:
+            if wanted is not None and not self.port.is_host:  # the host reads what is in RAM where it is
+                self._copy_lent(arena, wanted)
+        except BaseException:
+            arena.seek(0)
+            self._lend(arena, forgotten)
+            self.release(arena)
+            raise
+        self._lend(arena, forgotten)
+        return arena
+
+    def check(self, capacity: int) -> int:
+        """Return the bytes of an arena. Raises PromptTooLong if it never fits under the cap."""
+        need = self._size(rounded(capacity))
+        if need > self.cap:
+            raise PromptTooLong(
+                f"{capacity} positions of KV take {need} bytes on the device, and {self.caps.meaning}: "
+                "shorten the prompt, lower max_new_tokens, or raise max_device"
+            )
+        return need
+
+    def _lend(self, arena: Arena, forgotten: int) -> None:
         with self._changed:
             self._lent[id(arena)] = Lent(arena, forgotten, threading.get_ident())
-        return arena
 
     def _copy_lent(self, arena: Arena, wanted: Held) -> None:
         """Copy what an arena in use holds of what is wanted into one that was just taken, if it is worth it."""
@@ -157,12 +164,12 @@ class ArenaPool:
             found = worth_copying(self._lent.values(), self._forgotten, wanted, arena)
             if found is None:
                 return
-            source, count = found
-            source.pins.append(count)  # whoever has it writes there only after `wait_readers`
+            source, held = found
+            source.pins.append(end := len(held.tokens))  # whoever has it writes there only after `wait_readers`
         try:
-            arena.copy_lent(source, count)
+            arena.copy_lent(source, held)
         finally:
-            self.unpin(source, count)
+            self.unpin(source, end)
 
     def _taken(self, wanted: Held | None, capacity: int, need: int) -> tuple[Arena, int]:
         """Do what `acquire` does, without waiting for running requests. Return `_forgotten` as of the choice, too."""
@@ -171,16 +178,16 @@ class ArenaPool:
             best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
             kept = best.resident(wanted) if best is not None and wanted is not None else 0
             is_read = best is not None and any(end > kept for end in best.pins)
-            spared = best is not None and not kept and best.held_tokens and self._is_spared(need)
+            spared = best is not None and kept < WORTH <= best.held_tokens and self._is_spared(need)
             if best is not None and best.capacity >= capacity and not is_read and not spared:
                 self._idle.remove(best)
                 self.evictions += bool(best.held_tokens and not kept)
                 self._holders.append(threading.get_ident())
                 return best, forgotten
-            source = self._make_room(need, best if kept else None)
+            source = self._make_room(need, best if kept and not spared else None)
             self._holders.append(threading.get_ident())
         try:
-            arena = self._made(_rounded(capacity))
+            arena = self._made(rounded(capacity))
             if source is not None:
                 arena.take_over(source, kept)
         except BaseException as error:
@@ -190,7 +197,7 @@ class ArenaPool:
                     self._restore(source, forgotten)
                 self._changed.notify_all()
             if isinstance(error, Overloaded):
-                books = f"{self.lent} running requests and what is kept take {self.nbytes} bytes; {self._cap.meaning}"
+                books = f"{self.lent} running requests and what is kept take {self.nbytes} bytes; {self.caps.meaning}"
                 raise Overloaded(f"{error} ({books})") from error
             raise
         if source is not None:
@@ -290,6 +297,7 @@ class ArenaPool:
             self._forgotten += 1
             for arena in self._idle:
                 arena.seek(0)
+        self.port.let_go()
 
     def close(self) -> None:
         """Free all idle arenas. A background reader keeps the memory it reads."""
@@ -313,7 +321,7 @@ class ArenaPool:
             elif not self._idle or time.monotonic() > deadline:
                 raise Overloaded(
                     f"{need} bytes of KV are wanted on the device, and {self.cap - self.nbytes} are free beside "
-                    f"{self.lent} running requests ({self._cap.meaning}): ask again later, or raise max_device"
+                    f"{self.lent} running requests ({self.caps.meaning}): ask again later, or raise max_device"
                 )
             else:  # background readers use all idle arenas, for the time of a copy
                 self._changed.wait(_POLL)
@@ -390,7 +398,3 @@ class ArenaPool:
     def _worth(arena: Arena, wanted: Held | None, capacity: int) -> tuple[int, bool, bool]:
         there = 0 if wanted is None else arena.resident(wanted)
         return there, not arena.pins, arena.capacity >= capacity
-
-
-def _rounded(capacity: int) -> int:
-    return -(-capacity // _ROUND) * _ROUND

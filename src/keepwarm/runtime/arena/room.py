@@ -7,15 +7,21 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.device import DevicePort
 
 KEPT, KEPT_THERE = 2, 32  # idle arenas that are kept for reuse on the host, and on a device
+ROUND = 512  # tokens; arenas have multiples of this, so that requests of similar length can use the same one
 SHARE = 0.75  # of what is free on a device; the rest is for what steps compute
 PAGES = 2 / 3  # of that share: what the pages of a batch have of it by default
 _LEAST_CAP = 4 << 30  # bytes, where nothing says what is free
+
+
+def rounded(capacity: int) -> int:
+    """Return how many positions an arena has where so many are wanted."""
+    return -(-capacity // ROUND) * ROUND
 
 
 @dataclass
@@ -27,21 +33,31 @@ class Cap:
     default: str = ""
     share: bool = False
     given: int = 0
+    returned: deque[int] = field(default_factory=deque)  # bytes that are no longer given
 
     @property
     def nbytes(self) -> int:
+        while self.returned:
+            self.given -= self.returned.popleft()
         return self.whole - self.given
 
     @property
     def meaning(self) -> str:
         """What it is, in words."""
+        nbytes = self.nbytes
         without = f", and a batch has {self.given} of it" if self.given else ""
-        return f"max_device is {self.nbytes}{self.default}{without}"
+        return f"max_device is {nbytes}{self.default}{without}"
 
-    def give(self, most: int) -> int:
-        """See `ArenaPool.give_pages`."""
-        part = int(self.nbytes * PAGES) if self.share else 0
-        nbytes = most if most < 0 else min(most, part)
+    def part(self, window: int) -> int:
+        """Return the bytes that the pages of a batch may have: two thirds, but prompts of a whole context window, whose
+        KV takes `window` bytes, fit into the rest, unless that is less than half."""
+        if not self.share:
+            return 0
+        nbytes = self.nbytes
+        return max(min(int(nbytes * PAGES), nbytes - window), nbytes // 2)
+
+    def give(self, nbytes: int) -> int:
+        """Give bytes to the pages of a batch, and return them."""
         self.given += nbytes
         return nbytes
 

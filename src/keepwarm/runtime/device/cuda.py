@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from keepwarm.core.ports import Bytes
+from keepwarm.runtime.capture import ALONE
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
 from keepwarm.runtime.device.copies import Copies
 from keepwarm.runtime.device.cuda_copies import is_there, runner
@@ -84,6 +85,7 @@ class CudaPort(DevicePort):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def register(self, data: Bytes) -> None:
+        self.let_go()
         if self._registered is not None:
             self._registered.add(data)
 
@@ -121,11 +123,17 @@ class CudaPort(DevicePort):
             with self.on(stream):  # makes this device the current one, too, in a thread that has used none
                 runner()(copies, stream.native.cuda_stream)
         finally:  # after an error a part of them may be queued
-            with self._using:
-                if pinned is not None:  # torch's allocator does not know of these copies
+            if pinned is not None:  # torch's allocator does not know of these copies
+                with self._using:
                     self._used.append((stream.record(), pinned))
-                while self._used and self._used[0][0].is_past():
-                    self._used.popleft()
+            self.let_go()
+
+    def let_go(self) -> None:
+        done = []
+        with self._using:
+            while self._used and self._used[0][0].is_past():
+                done.append(self._used.popleft())
+        del done  # outside of the lock: it may be the last reference to registered memory
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy. Rows of several heads are apart on the device: torch gathers or scatters them there, with one copy."""
@@ -133,7 +141,8 @@ class CudaPort(DevicePort):
             _widened(target, source).copy_(_widened(source, target), non_blocking=True)
 
     def reclaim(self) -> None:
-        torch.cuda.empty_cache()
+        with ALONE:  # some versions of torch refuse this while a thread records
+            torch.cuda.empty_cache()
 
     def free_memory(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.device)[0])

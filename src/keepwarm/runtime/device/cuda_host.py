@@ -49,10 +49,13 @@ class HostMemory:
             log.warning("memory of the host is not registered, so hits from RAM are copied twice: CUresult %d", status)
         return not status
 
-    def unregister(self, address: int) -> None:
-        """Undo `register`. In a process that was forked, or whose driver is shut down, nothing is registered."""
+    def unregister(self, address: int) -> bool:
+        """Undo `register`. Return False if the driver refuses; the memory must then stay."""
         with self._current():
-            self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+            status = self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+        if status:
+            log.warning("memory of the host stays registered with the GPU: CUresult %d", status)
+        return not status
 
     @contextmanager
     def _current(self) -> Iterator[None]:

@@ -165,9 +165,9 @@ def save_all(planes: Sequence[Plane], start: int, end: int) -> Bytes | None:
     """Return a copy of the positions `[start, end)` of all planes of a device, `[planes, kv_heads, end - start,
     head_bytes]`, which is made by one copy; None if they are not alike, or not at even distances. See `Plane.save`."""
     first, port = planes[0], planes[0].port
-    places = np.array([plane.address if plane.shape == first.shape else 0 for plane in planes])
-    apart = np.unique(np.diff(places))
-    if len(apart) != 1 or any(plane.memory is not first.memory for plane in planes):
+    apart = np.unique(np.diff([plane.address for plane in planes]))
+    alike = all(plane.shape == first.shape and plane.memory is first.memory for plane in planes)
+    if not alike or len(apart) != 1 or apart[0] <= 0:
         return None
     for plane in planes[::2]:  # keys and values have one turn
         plane.turns.follow(port.outbound)

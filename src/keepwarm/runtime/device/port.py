@@ -158,6 +158,10 @@ class DevicePort(ABC):
         as `pinned` lives until they are done. Raises UnsupportedModel where addresses mean nothing to the host."""
         raise UnsupportedModel(f"memory of {self.device} cannot be copied by address")
 
+    def let_go(self) -> None:
+        """Let go of what was given to `copy_all` for copies that are done."""
+        return
+
     def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
         """Write rows that the calling thread computed, `[heads, n, dim]`, to all of `target`, which is part of a
         Memory; or to its positions `at`, `[n]`."""

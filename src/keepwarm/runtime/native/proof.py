@@ -15,7 +15,7 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.native.places import UNIT
+from keepwarm.runtime.native.places import PAGE, UNIT
 from keepwarm.runtime.stepping import Decoder
 
 _ROWS = 43  # this is no multiple of any tile's rows
@@ -39,7 +39,7 @@ def variance(
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
     end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence
-    in the same step.
+    in the same step; on a device also with its pages apart.
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
@@ -60,6 +60,8 @@ def variance(
                 return f"steps that end at {split}, with {number} threads"
         if not torch.equal(logits[:_ROWS], made.together(tokens[:_ROWS])):
             return "another sequence in the same step"
+        if least and not torch.equal(logits, made.apart(tokens)):
+            return "pages that lie apart"
     finally:
         lean.threads = None
     return ""
@@ -118,6 +120,14 @@ class _Sequences:
             arena.in_turn()
         places = [arena.sequenced() for arena in arenas]
         return self.lean.step([other, tokens], [0, 0], places, range(len(tokens), 2 * len(tokens)))
+
+    def apart(self, tokens: TokenIds) -> torch.Tensor:
+        """Return the logits of every row, with no page of the sequence behind the one before it."""
+        arena = self._arena(-(-len(tokens) // PAGE) * PAGE)
+        arena.in_turn()
+        place = arena.sequenced()
+        place = replace(place, pages=place.pages[::-1].copy())
+        return self.lean.step([tokens], [0], [place], range(len(tokens)))
 
     def _arena(self, length: int) -> Arena:
         arena = Arena(self.geometry, length, self.port, form=self.form)
