@@ -162,9 +162,9 @@ class EngineConfig(BaseModel):
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
     max_device: int | None = Field(
         None,
-        description="byte cap of KV on the device for requests outside a batch, in use and kept, per engine. "
-        "None: on a GPU three quarters of its memory that is free once the model is loaded; on the CPU room for one "
-        "whole context window, at least 4GiB",
+        description="byte cap of KV on the device outside a batch's pages, in use and kept, per engine. "
+        "None: on a GPU three quarters of its memory that is free once the model is loaded, less the pages of a batch; "
+        "on the CPU room for one whole context window, at least 4GiB",
     )
     device_timeout: float = Field(
         10.0,
@@ -176,7 +176,7 @@ class EngineConfig(BaseModel):
     max_pages: int | None = Field(
         None,
         description="byte cap of the KV pages that a batch decodes from, per Batcher. None: 1GiB; with our kernels for "
-        "GPUs and without max_device half of the GPU's free memory, as far as the batch can use it",
+        "GPUs about half of what is free there, or what max_device leaves of three quarters",
     )
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM evicts first")

@@ -22,7 +22,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.pipeline.shadow import Shadow
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.arena.for_pages import give_pages
+from keepwarm.runtime.arena.for_pages import bytes_for_pages
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.arena.room import Cap
 from keepwarm.runtime.device import PORTS
@@ -111,7 +111,7 @@ def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: Ad
         engine.flush()  # so that nobody reads it
         cap = pool.cap
         assert pool.nbytes > cap // 3, "it holds the first answer"
-        given = give_pages(pool, 1 << 40, 0)
+        _, given = bytes_for_pages(pool, None, 1 << 40, 0)
         assert cap // 2 <= given <= cap * 2 // 3
         assert pool.cap == cap - given
         assert pool.nbytes == 0, "what was idle made way"
@@ -120,13 +120,20 @@ def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: Ad
         ):
             engine.generate(ids(1600, 1), max_new_tokens=1)
         pool.caps.returned.append(given)
-        assert (pool.cap, give_pages(pool, 100, 0)) == (cap, 100)
+        assert (pool.cap, bytes_for_pages(pool, None, 100, 0)) == (cap, (100, 100))
         pool.caps.returned.append(100)
         assert pool.caps.part(cap // 2) == cap - cap // 2, "a prompt of the whole window fits beside the pages"
         assert pool.caps.part(cap) == cap // 2
+        assert bytes_for_pages(pool, cap // 4, 1 << 40, 0) == (cap // 4, cap // 4), (
+            "what is asked for is less for arenas"
+        )
+        assert pool.cap == cap - cap // 4
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), max_device="3MiB", **ROOM) as engine:
         assert engine.pipeline.pool.cap == 3 << 20
-        assert give_pages(engine.pipeline.pool, 1 << 40, 0) == 0
+        assert bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0) == (0, 0), "nothing is left"
+        port.room = 8 << 20
+        left, given = bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0)
+        assert (given, 2 << 20 < left <= 3 << 20) == (0, True), "three quarters in all"
 
 
 def test_the_device_that_has_least_for_its_layers_decides() -> None:

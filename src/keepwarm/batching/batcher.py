@@ -25,7 +25,7 @@ from keepwarm.core.shares import may_hold
 from keepwarm.core.unclosed import closing, nothing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
-from keepwarm.runtime.arena.for_pages import give_pages
+from keepwarm.runtime.arena.for_pages import bytes_for_pages
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import CopyRows, KVPages, page_bytes, pages_for
@@ -202,10 +202,10 @@ class Batcher:
             return 0
         most = sys.maxsize if window is None else self.max_batch * pages_for(window)
         nbytes = self.engine.pipeline.config.max_pages
-        if nbytes is None and self._runner.lean is not None and not self._runner.port.is_host:
+        if self._runner.lean is not None and not self._runner.port.is_host:
             arenas = self.engine.pipeline.pool
-            nbytes = give_pages(arenas, most * size, window or 0)
-            self._take_back = weakref.finalize(self, arenas.caps.returned.append, nbytes)
+            nbytes, given = bytes_for_pages(arenas, nbytes, most * size, window or 0)
+            self._take_back = weakref.finalize(self, arenas.caps.returned.append, given)
             self._take_back.atexit = False
         nbytes = nbytes or _PAGES
         if nbytes < size:

@@ -81,6 +81,8 @@ def seen_on_triton(own: Runner, kept: Kept) -> Runner | None:
     """Return a runner with the Triton decoder for a GPU on which it was seen; None if it is another one, or if the
     decoder does not run the model. The log says why. Products of float32 are slow there, and left to transformers."""
     if not was_seen(own.device) or own.model.dtype is torch.float32:
+        if own.device.type == "cuda":
+            log.info("every step runs through transformers; attention='triton' tries our kernels for GPUs")
         return None
     windows = [layer.window for layer in kept.geometry.layers]
     if reason := missing(own.device) or uncovered(own.model, windows):
@@ -88,12 +90,10 @@ def seen_on_triton(own: Runner, kept: Kept) -> Runner | None:
         return None
     log.info("loading the kernels for GPUs; the first time on a machine they are compiled")
     try:
-        found = on_triton(own, kept, "")
+        return on_triton(own, kept, "")
     except UnsupportedModel as error:
         log.warning("every step runs through transformers: %s", str(error).removesuffix(f": {_CURE}"))
         return None
-    log.info("every step runs on the kernels for GPUs")
-    return found
 
 
 def was_seen(device: torch.device) -> bool:
@@ -123,6 +123,7 @@ def on_triton(own: Runner, kept: Kept, reason: str) -> Runner:
             reason = f"the kernels do not agree with transformers ({reason})"
     if reason:
         raise _refused(f"{reason}. Please report this")
+    log.info("every step runs on the kernels for GPUs")
     return runner
 
 

@@ -7,15 +7,28 @@ from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.arena.room import SHARE, rounded
 
 
-def give_pages(pool: ArenaPool, most: int, window: int) -> int:
-    """Give a part of a pool's cap, at most so many bytes, to the pages of a batch if it is a share of a device's free
-    memory. `window` is the model's context window in tokens. What idle arenas hold makes way. Return the bytes, which
-    `Cap.returned` takes back."""
-    part = min(most, pool.caps.part(Arena.size(pool.geometry, rounded(window))))
-    if part <= 0:
+def bytes_for_pages(pool: ArenaPool, asked: int | None, most: int, window: int) -> tuple[int, int]:
+    """Return the bytes of the pages of a batch on a device, and how many of them its arenas gave: `Cap.returned` takes
+    those back. KV has `SHARE` of the device in all: a pool's cap is less by what is `asked` for, unless it was asked
+    for, too; by default pages have a part of it. They use at most so many bytes. `window` is the model's context window
+    in tokens."""
+    caps = pool.caps
+    if asked is not None:
+        given = min(asked, most, caps.nbytes * 9 // 10) if caps.share else 0
+        return asked, _made_way(pool, given)
+    if caps.share:
+        given = _made_way(pool, min(most, caps.part(Arena.size(pool.geometry, rounded(window)))))
+        return given, given
+    free = pool.port.free_memory()
+    return 0 if free is None else max(0, min(most, int((free + pool.nbytes) * SHARE) - caps.nbytes)), 0
+
+
+def _made_way(pool: ArenaPool, nbytes: int) -> int:
+    """Have arenas give up bytes, with what idle ones hold. Return them; fewer if the device has less memory by now."""
+    if nbytes <= 0:
         return 0
-    if pool.nbytes + part > pool.cap:
+    if pool.nbytes + nbytes > pool.cap:
         pool.evict()
     pool.port.reclaim()
     free = pool.port.free_memory()
-    return pool.caps.give(part if free is None else min(part, int(free * SHARE)))
+    return pool.caps.give(nbytes if free is None else min(nbytes, int(free * SHARE)))

@@ -184,7 +184,7 @@ class ArenaPool:
                 self.evictions += bool(best.held_tokens and not kept)
                 self._holders.append(threading.get_ident())
                 return best, forgotten
-            source = self._make_room(need, best if kept and not spared else None)
+            source = self._make_room(need, best if kept else None)
             self._holders.append(threading.get_ident())
         try:
             arena = self._made(rounded(capacity))
@@ -201,7 +201,7 @@ class ArenaPool:
                 raise Overloaded(f"{error} ({books})") from error
             raise
         if source is not None:
-            self._put_back(source, forgotten, keep=is_read)
+            self._put_back(source, forgotten, keep=is_read or bool(spared))
         return arena, forgotten
 
     def _is_spared(self, need: int) -> bool:
