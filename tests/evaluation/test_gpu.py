@@ -46,10 +46,10 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
 def test_a_missing_wait_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_all = AdversarialPort.copy_all
 
-    def hasty(port: AdversarialPort, copies: Copies, stream: Stream, pinned: list[torch.Tensor]) -> None:
+    def hasty(port: AdversarialPort, copies: Copies, stream: Stream, pinned: list[Any]) -> None:
         copy_all(port, copies, stream, pinned)
         for staged in pinned:
-            staged.zero_()  # before the copy is done
+            staged[...] = 0  # before the copy is done
 
     monkeypatch.setattr(AdversarialPort, "copy_all", hasty)
     ended, lines = run(tmp_path, "--part", "checks", "--family", "dense", "--dtype", "float32")

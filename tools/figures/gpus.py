@@ -85,23 +85,4 @@ def loads() -> str:
     return table(head, rows)
 
 
-def at_once() -> str:
-    head = "GPU", "shape of Qwen 3", "requests", "prompt, tokens", "in turn, s", "at once, s", "times as fast"
-    rows = [
-        (
-            about["name"],
-            each["size"].upper(),
-            str(each["requests"]),
-            f"{each['prompt_tokens']:,}",
-            f"{each['in_turn_s']:.2f}",
-            f"{each['at_once_s']:.2f}",
-            f"{each['in_turn_over_at_once']:.1f}",
-        )
-        for about, lines in runs()
-        for each in lines
-        if "at_once_s" in each
-    ]
-    return table(head, rows)
-
-
-BLOCKS = {"gpu-times": times, "gpu-checks": checks, "gpu-loads": loads, "gpu-at-once": at_once}
+BLOCKS = {"gpu-times": times, "gpu-checks": checks, "gpu-loads": loads}

@@ -19,7 +19,6 @@ Run = Callable[[Copies, int], None]  # a plan, and the stream's handle, which is
 
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # CUmemcpySrcAccessOrder: when a source may be read
 _BATCH_SINCE = 12080  # version of the driver's interface
-_LARGE = 1 << 17  # bytes of a copy
 _MOST = 8192  # copies in one call; ROCm's driver fails with more
 
 
@@ -45,7 +44,7 @@ def batches(driver: Any) -> Run | None:
     """Return `cuMemcpyBatchAsync` of the driver's library, None if it has none."""
     found, name = ctypes.c_void_p(), b"cuMemcpyBatchAsync"
     status = driver.cuGetProcAddress_v2(name, ctypes.byref(found), _BATCH_SINCE, ctypes.c_uint64(0), None)
-    return _Batches(found.value, one_by_one(driver)) if status == 0 and found.value else None
+    return _Batches(found.value) if status == 0 and found.value else None
 
 
 def one_by_one(driver: Any) -> Run:
@@ -70,19 +69,16 @@ class _Attributes(ctypes.Structure):
 
 
 class _Batches:
-    """`cuMemcpyBatchAsync` for small copies. Large ones take longer than their calls."""
+    """`cuMemcpyBatchAsync`. After every call of the driver a thread waits for its turn to run Python again, so one call
+    for a whole plan is far quicker than one for each copy while other threads are busy."""
 
-    def __init__(self, address: int, one_by_one: Run) -> None:
-        self._one_by_one = one_by_one
+    def __init__(self, address: int) -> None:
         pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
         rest = [count, ctypes.c_void_p, ctypes.c_void_p, count, ctypes.c_void_p, ctypes.c_void_p]
         self._call = ctypes.CFUNCTYPE(ctypes.c_uint, *pointers, *rest)(address)
 
     def __call__(self, plan: Copies, stream: int) -> None:
         if not len(plan):
-            return
-        if plan.nbytes >= _LARGE * len(plan):
-            self._one_by_one(plan, stream)
             return
         # Pinned bytes to the device do not change until the copy is done; pages do, so they are read in their turn.
         attributes = _Attributes(order=_ANY_TIME if plan.inward else _IN_STREAM_ORDER)
