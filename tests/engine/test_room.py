@@ -22,7 +22,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.pipeline.shadow import Shadow
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.arena.for_pages import bytes_for_pages
+from keepwarm.runtime.arena.for_pages import LEAST, bytes_for_pages
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.arena.room import Cap
 from keepwarm.runtime.device import PORTS
@@ -130,10 +130,14 @@ def test_by_default_arenas_have_a_share_of_what_is_free(tokenizer: Any, port: Ad
         assert pool.cap == cap - cap // 4
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), max_device="3MiB", **ROOM) as engine:
         assert engine.pipeline.pool.cap == 3 << 20
-        assert bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0) == (0, 0), "nothing is left"
+        assert bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0) == (LEAST, 0), "nothing is left"
         port.room = 8 << 20
         left, given = bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0)
-        assert (given, 2 << 20 < left <= 3 << 20) == (0, True), "three quarters in all"
+        assert (given, left) == (0, LEAST)
+        port.room = 4 << 30
+        left, given = bytes_for_pages(engine.pipeline.pool, None, 1 << 40, 0)
+        assert (given, (5 << 29) < left < (3 << 30)) == (0, True), "three quarters in all"
+        assert bytes_for_pages(engine.pipeline.pool, None, 1000, 0) == (1000, 0)
 
 
 def test_the_device_that_has_least_for_its_layers_decides() -> None:

@@ -14,6 +14,8 @@ import torch
 
 from keepwarm.batching.request import Running
 from keepwarm.core.blocks import token_ids
+from keepwarm.errors import Overloaded
+from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,22 @@ class Ahead:
         if 0 < len(left) < len(self.jobs):
             rows = torch.cat([self.rows[number : number + 1] for number in left])
         return [self.jobs[number] for number in left], [self.positions[number] for number in left], rows
+
+
+def run_together(runner: Runner, pool: ArenaPool, jobs: Sequence[Running], positions: Sequence[int]) -> torch.Tensor:
+    """Run the newest token of each request, at these positions. If the device has no memory, idle arenas make way."""
+    tokens = [token_ids([job.last[0]]) for job in jobs]
+
+    def run() -> torch.Tensor:
+        sequences = [job.room.sequence.sequenced for job in jobs if job.room.sequence is not None]
+        return runner.step_together(tokens, positions, sequences)
+
+    try:
+        return run()
+    except Overloaded:
+        if not pool.evict():
+            raise
+    return run()
 
 
 def chosen_there(

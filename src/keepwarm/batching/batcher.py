@@ -25,7 +25,7 @@ from keepwarm.core.shares import may_hold
 from keepwarm.core.unclosed import closing, nothing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
-from keepwarm.runtime.arena.for_pages import bytes_for_pages
+from keepwarm.runtime.arena.for_pages import LEAST, bytes_for_pages
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import CopyRows, KVPages, page_bytes, pages_for
@@ -34,7 +34,6 @@ from keepwarm.store.page_pool import PageCounts, PagePool
 
 log = logging.getLogger(__name__)
 
-_PAGES = 1 << 30  # bytes of KV pages by default
 _RETRY = 0.005  # seconds between two tries while nothing can run (pages are in use, blocks are being stored)
 _LOOK = 5.0  # seconds between two checks by an idle thread that its batcher still exists
 # Rows that other work on the model may compute before the batch's next step has its turn. A device computes many in
@@ -177,12 +176,7 @@ class Batcher:
         """Return how many tokens a prompt and its answer may have together in the memory that there is."""
         pipeline = self.engine.pipeline
         room = self.pool.capacity * PAGE if page_bytes(pipeline.model.geometry) else sys.maxsize
-        return min(room, pipeline.pool.room) if self._uses_arenas else room
-
-    @property
-    def _uses_arenas(self) -> bool:
-        """Whether a prompt needs an arena as long as it is: the lean decoder reads what is in RAM where it is."""
-        return self._runner.lean is None or not self._runner.port.is_host
+        return room if pipeline.model.runner.lean is not None else min(room, pipeline.pool.room)
 
     def _check_fits(self, job: Waiting) -> None:
         size = page_bytes(self.engine.pipeline.model.geometry)
@@ -193,8 +187,10 @@ class Batcher:
                 f" for, which takes {need} pages of {PAGE} tokens, and there are {there} ({there * size} bytes): "
                 "shorten the prompt, lower max_new_tokens, or raise max_pages"
             )
-        if size and self._runner.lean is not None and self._uses_arenas:
-            self.engine.pipeline.pool.check(len(job.tokens))
+        pipeline = self.engine.pipeline
+        in_arena = self._runner.lean is not None and not self._runner.port.is_host  # as long as the prompt alone
+        if size and in_arena and not pipeline.uncached_reason(job.positions + 1):
+            pipeline.pool.check(len(job.tokens))
 
     def _count_pages(self) -> int:
         size, window = page_bytes(self.engine.pipeline.model.geometry), self.engine.pipeline.model.context_window
@@ -207,7 +203,7 @@ class Batcher:
             nbytes, given = bytes_for_pages(arenas, nbytes, most * size, window or 0)
             self._take_back = weakref.finalize(self, arenas.caps.returned.append, given)
             self._take_back.atexit = False
-        nbytes = nbytes or _PAGES
+        nbytes = LEAST if nbytes is None else nbytes
         if nbytes < size:
             raise ConfigError(f"max_pages is {nbytes} bytes, and one page takes {size}")
         return min(nbytes // size, most)

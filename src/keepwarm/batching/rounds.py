@@ -13,7 +13,7 @@ from threading import Condition
 import torch
 
 from keepwarm.batching.admission import Admission, UnderWay
-from keepwarm.batching.ahead import Ahead, begun_ahead, chosen_there
+from keepwarm.batching.ahead import Ahead, begun_ahead, chosen_there, run_together
 from keepwarm.batching.request import Prefilling, Running, Waiting, begun
 from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
@@ -262,10 +262,9 @@ class Rounds:
         started = time.perf_counter()
         if rows is None:
             jobs, positions = [job for job, _ in together], [job.last[1] for job, _ in together]
-            tokens = [token_ids([job.last[0]]) for job in jobs]
             try:
                 if jobs:
-                    rows = self._runner.step_together(tokens, positions, [each.sequenced for _, each in together])
+                    rows = run_together(self._runner, self._pipeline.pool, jobs, positions)
             except Exception as error:
                 self._fail_all(jobs, error)
                 return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +31,18 @@ class Capture(Protocol):
         ...
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector, which may ask the driver for something, out of what is recorded."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class CudaCapture:
     """Records CUDA graphs. Once the last of them is gone, so is the memory that they share: make a new one then."""
 
@@ -45,7 +58,7 @@ class CudaCapture:
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with ALONE, torch.cuda.stream(self._side):
+        with ALONE, _uncollected(), torch.cuda.stream(self._side):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads go on
                 found = run()

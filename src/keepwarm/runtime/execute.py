@@ -210,7 +210,7 @@ def decode(
             arrived = runner.port.fetch(chosen)
             if runner.lean is None and (answer.trace is not None or answer.top is not None):
                 logits = logits.clone()  # a compiled model may write the next ones in their place
-            following = _attempt(partial(runner.step, _UNKNOWN, cache, at, chosen.clamp(min=0)))
+            following = _attempt(partial(_next, runner, cache, at, chosen))
             stream = runner.port.current()
             yield answer.take(logits, Choice(int(arrived()), chosen))
             if answer.done:
@@ -223,6 +223,12 @@ def decode(
     finally:
         if ahead and isinstance(cache, ArenaCache):
             cache.arena.advance(min(cache.arena.length, position + max(0, len(answer.token_ids) - 1)))
+
+
+def _next(runner: Runner, cache: Cache, at: int, chosen: torch.Tensor) -> torch.Tensor:
+    """Run a step over a token that only the device knows. Its logits stay as they are whatever else runs."""
+    logits = runner.step(_UNKNOWN, cache, at, chosen.clamp(min=0))
+    return logits.clone() if runner.lean is None else logits
 
 
 def _goes_ahead(runner: Runner, cache: Cache, answer: Answer) -> bool:

@@ -30,12 +30,9 @@ class Waiting:
             yield
             self._spans.append((began, port.current().record(timed=True)))
 
-    @contextmanager
-    def copying(self, port: DevicePort) -> Iterator[None]:
-        """Count the time of the copies to a device that the block queues, for which computing will wait."""
-        began = port.inbound.record(timed=True)
-        yield
-        self._copies.append((began, port.inbound.record(timed=True)))
+    def copied(self, began: Event, ended: Event) -> None:
+        """Count the time of copies to a device between two events, for which computing will wait."""
+        self._copies.append((began, ended))
 
     def add(self, seconds: float) -> None:
         self._seconds += seconds

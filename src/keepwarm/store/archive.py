@@ -98,7 +98,7 @@ class Archive:
         an encrypted store. `rules` say what is stored and what is evicted first. `timeout` is how many seconds a
         request waits for a folder that does not answer. With `coding`, KV is kept encoded in every tier. `remotes` are
         URLs of remote tiers, asked in this order, and `limits` are their limits. With `map_files`, files are used in
-        place. `register` is called with the bytes of each run that enters RAM.
+        place. `register` is called with the bytes of each large run in RAM.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked, StoreFull, and ConfigError for a bad URL.
         """

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, exact_name, lead, leading, led, token_ids
-from keepwarm.core.memory import own_bytes
 from keepwarm.core.ports import BlockRef
 from keepwarm.errors import CorruptRun
 from keepwarm.store.disk.tier import DiskTier
@@ -183,7 +182,7 @@ def completed(run: Run, read: Callable[[bytes], tuple[Run, StoredBlock] | None])
             block = block.whole(above.parent_prefix)
         blocks.append(replace(block, ordinal=len(blocks)))
     layout = Layout(run.geometry, [block.length for block in blocks])
-    whole = replace(run, id=new_run_id(), tokens=tokens, blocks=tuple(blocks), data=own_bytes(layout.nbytes))
+    whole = replace(run, id=new_run_id(), tokens=tokens, blocks=tuple(blocks), data=np.empty(layout.nbytes, np.uint8))
     for layer in range(len(run.geometry.layers)):
         for kv in (0, 1):
             views = [held.view(layer, kv, t0, t1) for held, t0, t1 in (*head, (run, 0, len(run.tokens)))]

@@ -176,10 +176,10 @@ class Arena:
         if self.arrivals:
             for layer in range(len(self.layers)):
                 self.arrive(layer)
-            self._waiting.clear()
         for port in dict.fromkeys(self._ports):
             if not port.is_host:
                 port.inbound.record().synchronize()
+        self._waiting.clear()
 
     def taking(self) -> Taking | None:
         """See `Arrivals.taking`."""
@@ -365,8 +365,10 @@ class Arena:
             planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
             for layer in self.layers:
                 layer.turn(port.inbound)  # what they wait for is not the copies' time
-            with self._waiting.copying(port):
-                return fill_all(planes, start, data.reshape(-1, *data.shape[2:]))
+            began = port.inbound.record(timed=True)
+            if queued := fill_all(planes, start, data.reshape(-1, *data.shape[2:])):
+                self._waiting.copied(began, port.inbound.record(timed=True))
+            return queued
         end = start + data.shape[3]
         for layer, rows in zip(self.layers, data, strict=True):
             layer.fill_late(LateLayer(start, end, (layer.plane(0), layer.plane(1)), rows))

@@ -59,8 +59,8 @@ class ArenaPool:
         self._reads = reads
         self._keep_encoded = keep_encoded
         self._form = form
-        few = port.is_host or form.has_states  # the host reads RAM in place, and nobody counts what states take
-        self._kept = 0 if keep_encoded else KEPT if few else KEPT_THERE
+        many = port.copies_by_address and not form.has_states  # nobody counts what states take
+        self._kept = 0 if keep_encoded else KEPT_THERE if many else KEPT
         self._forgotten = 0  # number of `forget` calls; content lent before the last one must not be found again
         self._lent: dict[int, Lent] = {}  # by id of the arena
         self._idle: list[Arena] = []  # oldest first
@@ -120,28 +120,31 @@ class ArenaPool:
         Overloaded when it does not fit beside the running requests.
         """
         need = self.check(capacity)
-        began = time.monotonic()
+        began, spares = time.monotonic(), True
         until = began + wait
         with self._line.place(until) if wait and self._must_queue() else nullcontext():
             while True:
                 returned, had = self._returned, self.nbytes
                 try:
-                    arena, forgotten = self._taken(wanted, capacity, need)
+                    arena, forgotten = self._taken(wanted, capacity, need, spares)
                     break
                 except Overloaded:
-                    if not self.evict() and not self._await_return(returned, had, until, began):
+                    if spares:
+                        spares = False  # the device has less than the cap says
+                    elif not self.evict() and not self._await_return(returned, had, until, began):
                         raise
         arena.arrivals.reads = self._reads
         arena.lora = lora
+        copied = False
         try:
-            if wanted is not None and not self.port.is_host:  # the host reads what is in RAM where it is
-                self._copy_lent(arena, wanted)
-        except BaseException:
-            arena.seek(0)
-            self._lend(arena, forgotten)
-            self.release(arena)
-            raise
-        self._lend(arena, forgotten)
+            self._copy_lent(arena, wanted)
+            copied = True
+        finally:
+            with self._changed:
+                self._lent[id(arena)] = Lent(arena, forgotten, threading.get_ident())
+            if not copied:
+                arena.seek(0)
+                self.release(arena)
         return arena
 
     def check(self, capacity: int) -> int:
@@ -154,12 +157,10 @@ class ArenaPool:
             )
         return need
 
-    def _lend(self, arena: Arena, forgotten: int) -> None:
-        with self._changed:
-            self._lent[id(arena)] = Lent(arena, forgotten, threading.get_ident())
-
-    def _copy_lent(self, arena: Arena, wanted: Held) -> None:
+    def _copy_lent(self, arena: Arena, wanted: Held | None) -> None:
         """Copy what an arena in use holds of what is wanted into one that was just taken, if it is worth it."""
+        if wanted is None or self.port.is_host:  # the host reads what is in RAM where it is
+            return
         with self._changed:
             found = worth_copying(self._lent.values(), self._forgotten, wanted, arena)
             if found is None:
@@ -171,14 +172,14 @@ class ArenaPool:
         finally:
             self.unpin(source, end)
 
-    def _taken(self, wanted: Held | None, capacity: int, need: int) -> tuple[Arena, int]:
+    def _taken(self, wanted: Held | None, capacity: int, need: int, spares: bool) -> tuple[Arena, int]:
         """Do what `acquire` does, without waiting for running requests. Return `_forgotten` as of the choice, too."""
         with self._changed:
             forgotten = self._forgotten
             best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
             kept = best.resident(wanted) if best is not None and wanted is not None else 0
             is_read = best is not None and any(end > kept for end in best.pins)
-            spared = best is not None and kept < WORTH <= best.held_tokens and self._is_spared(need)
+            spared = spares and best is not None and kept < WORTH <= best.held_tokens and self._is_spared(need)
             if best is not None and best.capacity >= capacity and not is_read and not spared:
                 self._idle.remove(best)
                 self.evictions += bool(best.held_tokens and not kept)
@@ -205,7 +206,7 @@ class ArenaPool:
         return arena, forgotten
 
     def _is_spared(self, need: int) -> bool:
-        """Whether a new arena of `need` bytes is made rather than an idle one emptied, as long as there is room."""
+        """Whether there is room for a new arena of `need` bytes, so that no idle one has to be emptied."""
         return self._kept > KEPT and len(self._idle) < self._kept and self.nbytes + need <= self.cap
 
     def _must_queue(self) -> bool:
@@ -216,9 +217,8 @@ class ArenaPool:
 
     def _is_others(self) -> bool:
         """Whether another thread has an arena, which it may give back."""
-        me = threading.get_ident()
         with self._changed:
-            return any(thread != me for thread in self._holders)
+            return any(thread != threading.get_ident() for thread in self._holders)
 
     def _await_return(self, seen: int, had: int, until: float, began: float) -> bool:
         """Wait until memory came back since `_returned` was `seen`, and arenas took `had` bytes. Return False if that
@@ -297,7 +297,8 @@ class ArenaPool:
             self._forgotten += 1
             for arena in self._idle:
                 arena.seek(0)
-        self.port.let_go()
+        for port in (self.port, *self._form.others.values()):
+            port.let_go()
 
     def close(self) -> None:
         """Free all idle arenas. A background reader keeps the memory it reads."""
@@ -332,9 +333,8 @@ class ArenaPool:
         return source
 
     def _size(self, capacity: int) -> int:
-        if capacity not in self._sizes:
-            self._sizes[capacity] = Arena.size(self.geometry, capacity)
-        return self._sizes[capacity]
+        found = self._sizes.get(capacity)
+        return found or self._sizes.setdefault(capacity, Arena.size(self.geometry, capacity))
 
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """Make a new arena. Its bytes are accounted for already."""

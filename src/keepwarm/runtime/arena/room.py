@@ -33,13 +33,15 @@ class Cap:
     default: str = ""
     share: bool = False
     given: int = 0
-    returned: deque[int] = field(default_factory=deque)  # bytes that are no longer given
+    returned: deque[int] = field(default_factory=deque)  # bytes that are no longer given; the collector may add some
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
-        while self.returned:
-            self.given -= self.returned.popleft()
-        return self.whole - self.given
+        with self._lock:
+            while self.returned:
+                self.given -= self.returned.popleft()
+            return self.whole - self.given
 
     @property
     def meaning(self) -> str:
@@ -58,7 +60,8 @@ class Cap:
 
     def give(self, nbytes: int) -> int:
         """Give bytes to the pages of a batch, and return them."""
-        self.given += nbytes
+        with self._lock:
+            self.given += nbytes
         return nbytes
 
     @classmethod

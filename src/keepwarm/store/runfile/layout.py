@@ -15,7 +15,6 @@ import xxhash
 
 from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, lead, token_ids
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.memory import own_bytes
 from keepwarm.core.ports import Bytes, KVSink, KVSource, OpenSink, WholeSource
 from keepwarm.errors import CorruptRun
 
@@ -320,7 +319,7 @@ class Run:
             namespace=dict(namespace),
             tokens=token_ids(tokens).copy(),
             blocks=records,
-            data=own_bytes(Layout(geometry, [block.length for block in records]).nbytes),
+            data=np.empty(Layout(geometry, [block.length for block in records]).nbytes, np.uint8),
         )
         if isinstance(source, WholeSource) and source.copy_to(run.data, run.start, run.end):
             return run

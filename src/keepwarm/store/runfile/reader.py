@@ -10,7 +10,6 @@ from types import TracebackType
 
 import numpy as np
 
-from keepwarm.core.memory import own_bytes
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.runfile.attended import Taken
@@ -117,7 +116,7 @@ class RunReader:
             namespace=header.namespace,
             tokens=header.tokens,
             blocks=header.blocks,
-            data=own_bytes(self.layout.nbytes),
+            data=np.empty(self.layout.nbytes, np.uint8),
         )
         for layer, parts in enumerate(run.layers()):
             self._read_verified(layer, [(header.blocks, parts)])
