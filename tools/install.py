@@ -28,7 +28,7 @@ from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "keepwarm" / "runtime" / "native"
-BESIDE = ("reads.cpp", "watch.cpp", "chunks.cpp", "codecs.cpp", "blocks.cpp")
+BESIDE = ("reads.cpp", "watch.cpp", "chunks.cpp", "codecs.cpp", "blocks.cpp", "twelve.cpp")
 CPU_BUILD = "https://download.pytorch.org/whl/cpu"
 ASKING = 5.0  # seconds that it may take to answer
 GPU = Path("/dev/nvidia0")

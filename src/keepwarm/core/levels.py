@@ -70,7 +70,14 @@ LEVELS = (  # of each machine the best one first
 NATIVE = Level("native", "", frozenset(), ("-march=native",))  # whatever this very processor has; in no wheel
 
 _COMPILE = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-g0", "-w")
-_PLAIN = ("blocks.cpp", "chunks.cpp", "codecs.cpp", "reads.cpp", "watch.cpp")  # a wheel has one of each, per level
+_PLAIN = (
+    "blocks.cpp",
+    "chunks.cpp",
+    "codecs.cpp",
+    "reads.cpp",
+    "twelve.cpp",
+    "watch.cpp",
+)  # a wheel has one of each, per level
 
 
 def machine() -> str:

@@ -22,6 +22,7 @@
 
 #include "levels_recurrent.h"
 #include "model.h"
+#include "twelve.cpp"
 
 namespace {
 
@@ -76,12 +77,27 @@ struct Weight {
             in_blocks(kind == Q8_0 ? size / 256. : size / 16.);
             return;
         }
-        const int across = (in + deep - 1) / deep * deep, panels = (out + 15) / 16, by = deep > 1 ? 2 : 1;
-        packed = numbers((size_t)panels * 16 * across, [&](auto put) {
+        const int by = deep > 1 ? 2 : 1, unit = deep > 1 ? std::max(deep, PAIRED) : 1, across = (in + unit - 1) / unit * unit;
+        packed = numbers((size_t)(out + 15) / 16 * 16 * across, [&](auto put) {
             for (int o = 0; o < out; o++)
                 for (int i = 0; i < in; i++)
                     put((((size_t)(o / 16) * (across / by) + i / by) * 16 + o % 16) * by + i % by, plain[(size_t)o * in + i]);
         });
+        if (deep > 1) packed = in_panels(across);
+    }
+    void* in_panels(int64_t across) const {  // as twelve.py does it; those of every other weight stay in 16 bits
+        static bool wide = false;
+        wide = !wide;
+        const WeightMatrix matrix{(const uint16_t*)rows(), out, in, across};
+        uint8_t upper[16];
+        std::vector<int64_t> ends((out + 15) / 16);
+        keepwarm_twelve_plan(&matrix, upper, ends.data(), 1);
+        WeightPanel* table = room<WeightPanel>(ends.size() + 4);
+        if (wide)
+            for (size_t i = 0; i < ends.size(); i++) table[i].at = (const uint8_t*)packed + i * across * 16 * 2;
+        else
+            keepwarm_twelve_pack(&matrix, upper, ends.data(), room<uint8_t>(ends.back()), table, 1);
+        return table;
     }
     void* rows() const {  // as the model has it
         if (kind == Q4_0 || kind == Q8_0) return packed;

@@ -29,6 +29,19 @@ HERE = build.levels_here()
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 X86 = [level for level in LEVELS if level.machine == "x86_64"]
 
+# The matrix units' kernels, with these emulated, on a processor that has all the rest.
+EMULATED = [
+    replace(
+        level,
+        name="amx-emulated",
+        narrow=levels.TILES,
+        flags=(*level.flags, "-include", str(Path(__file__).with_name("emulated_tiles.h"))),
+    )
+    for level in HERE
+    if level.narrow == levels.PAIRS
+]
+COMPUTING = [*HERE, *EMULATED]
+
 needs_level = pytest.mark.skipif(not HERE or compiled is None, reason="no level here, or no C++ compiler")
 
 
@@ -148,10 +161,10 @@ def test_kernels_call_no_function_that_computes() -> None:
 # ---- what each computes ----
 
 
-@pytest.fixture(scope="module", params=[(n, d) for n in range(len(HERE)) for d in (torch.float32, torch.bfloat16)])
+@pytest.fixture(scope="module", params=[(n, d) for n in range(len(COMPUTING)) for d in (torch.float32, torch.bfloat16)])
 def lean(request: pytest.FixtureRequest) -> Lean:
     number, dtype = request.param
-    level: Level = HERE[number]
+    level: Level = COMPUTING[number]
     defines = levels.kernels_defines(level, in_blocks=False, adapters=False)
     return Lean("llama", dtype, build.compiled_for(level, build._KERNELS, *defines))
 
@@ -239,4 +252,5 @@ def test_kernels_for_arm64(tmp_path: Path, level: Level) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @needs_level
 def test_the_program_finds_kernels_of_this_processor_right(tmp_path: Path) -> None:
-    _driven(tmp_path, "g++", replace(HERE[0], name="here"))
+    for level in (HERE[0], *EMULATED):
+        _driven(tmp_path, "g++", replace(level, name="here"))

@@ -30,9 +30,12 @@ class WeightMemory:
 
     def add(self, weight: torch.Tensor) -> int:
         """Copy a weight, contiguously, and return its address. Raises MemoryError."""
-        made = self._bytes(weight.nbytes).view(weight.dtype).view(weight.shape)
-        self._held.append(made.copy_(weight))
-        return made.data_ptr()
+        return self.room(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight).data_ptr()
+
+    def room(self, size: int) -> torch.Tensor:
+        """Return so many zeros, uint8. Raises MemoryError."""
+        self._held.append(self._bytes(size))
+        return self._held[-1]
 
     def _bytes(self, size: int) -> torch.Tensor:
         if size > _SHARED:

@@ -316,6 +316,7 @@ struct Share {
 template <class W>
 struct Panels {
     const W *left, *right, *next_left = nullptr, *next_right = nullptr;
+    int each = LANES * sizeof(W);  // bytes of the next ones that are prefetched at once
 };
 
 }  // namespace

@@ -19,6 +19,7 @@ from keepwarm.runtime.native.structures import (
     MlpRecord,
     NormRecord,
 )
+from keepwarm.runtime.native.twelve import Panels
 
 LANES = 16
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
@@ -38,7 +39,7 @@ class Packing:
         """Bytes of what the kernels read, by address. Some of it may be the model's own tensors."""
         others = dict(
             (held.address, held.nbytes)
-            if isinstance(held, Packed)
+            if isinstance(held, Packed | Panels)
             else (held.untyped_storage().data_ptr(), held.untyped_storage().nbytes())
             for held in self._held
         )
@@ -90,10 +91,15 @@ class Packing:
 
     def packed(self, *weights: torch.Tensor | Blocks) -> int:
         """Stack weights `[..., out, in]`, pack them as products.h or tiles.h reads them, pad them with zeros, and
-        return their address. If they are in blocks, pack them as quantized.h reads them; then all must be."""
+        return their address. If they are in blocks, pack them as quantized.h reads them; then all must be. If elements
+        are packed together, they are bfloat16, and packed as twelve.h reads them."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
             return self._in_blocks(in_blocks)
-        return self._product(_stacked(weights), self._deep)
+        stacked = _stacked(weights)
+        if self._deep == 1:
+            return self._floating(stacked)
+        self._held.append(Panels(stacked.detach(), self._deep, self._memory))
+        return int(self._held[-1].address)
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
@@ -120,7 +126,7 @@ class Packing:
 
     def _experts(self, parts: Experts) -> ExpertsRecord:
         return ExpertsRecord(
-            router=self._product(_stacked([parts.router.weight, parts.gate]), 1),
+            router=self._floating(_stacked([parts.router.weight, parts.gate])),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
             count=len(parts.router.weight),
@@ -129,9 +135,10 @@ class Packing:
             gates=parts.gate is not None,
         )
 
-    def _product(self, weight: torch.Tensor, deep: int) -> int:
-        """Copy a weight as the kernels read it, and return its address."""
-        return self._memory.add(_packed(weight.detach(), deep))
+    def _floating(self, weight: torch.Tensor) -> int:
+        """Copy a weight as the kernels for floats read it, and return its address."""
+        padded = nn.functional.pad(weight.detach(), (0, 0, 0, -weight.shape[-2] % LANES))
+        return self._memory.add(padded.unflatten(-2, (-1, LANES)).transpose(-2, -1))
 
     def _in_blocks(self, weights: Sequence[Blocks]) -> int:
         self._held.append(Packed(weights))
@@ -145,14 +152,3 @@ def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
     """Return the tensors among weights, stacked."""
     found = [each for each in weights if isinstance(each, torch.Tensor)]
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _packed(weight: torch.Tensor, deep: int) -> torch.Tensor:
-    """Return a view of a weight as the kernels read it, to be copied."""
-    out, width = weight.shape[-2:]
-    weight = nn.functional.pad(weight, (0, -width % deep, 0, -out % LANES))
-    if deep > 1:
-        weight = weight.unflatten(-1, (-1, 2))
-    rows = -3 if deep > 1 else -2
-    packed: torch.Tensor = weight.unflatten(rows, (-1, LANES)).transpose(rows, rows + 1)
-    return packed

@@ -2,16 +2,15 @@
 // every kind of product.
 //
 // Weights are packed [out / 16][in / n][16][n], with n elements in an operand (operands.h). If operands are floats,
-// bfloat16 weights are widened.
+// bfloat16 weights are widened. If operands are pairs, weights are in 12 bits (twelve.h).
 #pragma once
 
 #include <algorithm>
-#include <exception>
 #include <utility>
-#include <vector>
 
 #include "model.h"
 #include "operands.h"
+#include "twelve.h"
 
 namespace {
 
@@ -21,7 +20,8 @@ template <class X>
 struct PlainRows {  // [rows, width]
     static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
-    template <class T> using Weight = std::conditional_t<MANY == 1, T, X>;
+    static constexpr int KEPT = MANY == 1 ? 2 * BLOCK : 4;  // for more rows, weights may be widened or unpacked once
+    template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     X* p = nullptr;
     int64_t width = 0;  // in operands
     PlainRows() = default;
@@ -29,7 +29,8 @@ struct PlainRows {  // [rows, width]
     static int64_t size(int64_t rows, int width) { return rows * width / MANY; }
     void clear(int) const {}
     int64_t row_bytes() const { return width * sizeof(X); }
-    int64_t panel() const { return width * LANES; }
+    int64_t panel() const { return MANY == 1 ? elements() : 1; }  // from one panel to the next
+    int64_t elements() const { return (width * MANY + PAIRED - 1) / PAIRED * PAIRED * LANES; }  // weights of a panel
     void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
 };
 
@@ -39,8 +40,8 @@ inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, T
     Vec sums[MB][2] = {};
     const X* p = x.p + row * x.width;
     for (int64_t i = 0; i < x.width; i++) {
-        if (w.next_left) __builtin_prefetch(w.next_left + i * LANES, 0, 2);
-        if (w.next_right) __builtin_prefetch(w.next_right + i * LANES, 0, 2);
+        if (w.next_left) __builtin_prefetch((const char*)w.next_left + i * w.each, 0, 2);
+        if (w.next_right) __builtin_prefetch((const char*)w.next_right + i * w.each, 0, 2);
         const Vec l = load(w.left + i * LANES), r = load(w.right + i * LANES);
         for (int m = 0; m < MB; m++) {
             const Vec a = Operand<X>::splat(p + m * x.width + i);
@@ -49,6 +50,27 @@ inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, T
         }
     }
     for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+}
+
+// Calls `rows(Count<n>{})`, which moves `row` on by n, up to `to`.
+template <int BLOCK, class Some>
+inline void by_blocks(const int& row, int to, Some rows) {
+    while (to - row >= BLOCK) rows(Count<BLOCK>{});
+    if (to - row >= 8) rows(Count<8>{});
+    if (to - row >= 4) rows(Count<4>{});
+    switch (to - row) {
+        case 3: return rows(Count<3>{});
+        case 2: return rows(Count<2>{});
+        case 1: return rows(Count<1>{});
+    }
+}
+
+// Returns how many calls that makes for so many rows.
+template <int BLOCK>
+inline int blocks_of_rows(int rows) {
+    int blocks = 0, row = 0;
+    by_blocks<BLOCK>(row, rows, [&](auto count) { row += count, blocks++; });
+    return blocks;
 }
 
 // Does the same for rows [from, to).
@@ -63,43 +85,78 @@ void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take t
         plain_product<count>(x, row, now, take);
         now.next_left = nullptr, now.next_right = std::exchange(later, nullptr);
     };
-    while (to - row >= x.BLOCK) rows(Count<PlainRows<X>::BLOCK>{});
-    if (to - row >= 8) rows(Count<8>{});
-    if (to - row >= 4) rows(Count<4>{});
-    switch (to - row) {
-        case 3: return rows(Count<3>{});
-        case 2: return rows(Count<2>{});
-        case 1: return rows(Count<1>{});
-    }
-}
-
-// Returns this thread's own room for `size` floats, which it keeps. Returns null if there is no memory.
-inline float* widened(int64_t size) noexcept {
-    static thread_local std::vector<float> room;
-    try {
-        if ((int64_t)room.size() < size) room.resize(size);
-        return room.data();
-    } catch (const std::exception&) {
-        return nullptr;
-    }
+    by_blocks<PlainRows<X>::BLOCK>(row, to, rows);
 }
 
 // Reserves the room that this thread needs for products of so many rows. Returns whether it got it.
 template <class T, class Rows>
 inline bool has_room(const Scratch<Rows>& b, int rows) {
-    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Rows, PlainRows<float>>)
-        return rows <= 2 * Rows::BLOCK ||
-               widened(2 * std::max({b.h.panel(), Rows(b.mix, nullptr).panel(), b.inner.panel(), b.routes.inner.panel()})) != nullptr;
+    if constexpr (std::is_same_v<T, bf16> && Rows::KEPT) {  // two panels of the widest product, by its form
+        const int64_t most = std::max({b.h.elements(), Rows(b.mix, nullptr).elements(), b.inner.elements(), b.routes.inner.elements()});
+        return rows <= Rows::KEPT || thread_room(std::is_same_v<Rows, PlainRows<float>> ? 2 * most : most);
+    }
     return true;
 }
 
 template <class Take>
 void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w, Take take) {
-    if (to - from <= 2 * x.BLOCK) return product<float, bf16, Take>(x, from, to, w, take);
-    float *const left = widened(2 * x.panel()), *const right = left + x.panel();  // widened once for many rows
+    if (to - from <= x.KEPT) return product<float, bf16, Take>(x, from, to, w, take);
+    float *const left = thread_room(2 * x.panel()), *const right = left + x.panel();  // widened once for many rows
     for (int64_t i = 0; i < x.panel(); i += LANES) store(left + i, load(w.left + i)), store(right + i, load(w.right + i));
     product<float, float, Take>(x, from, to, {left, right}, take);
 }
+
+#if defined(HAS_PAIRS)
+constexpr int AT_ONCE = 2 * PAIRED;  // pairs of columns that are unpacked at once
+
+// Gives the sums of MB rows, as `plain_product` does, and unpacks the panels meanwhile.
+template <int MB, class Take>
+inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& left, PanelReader& right, const Panels<Pair>& w,
+                             Take take) {
+    Vec sums[MB][2] = {};
+    const Pair* p = x.p + row * x.width;
+    const uint8_t *left_soon = left.from + 2 * AT_ONCE * PACKED, *right_soon = right.from + 2 * AT_ONCE * PACKED;
+    const char *next_left = (const char*)w.next_left, *next_right = (const char*)w.next_right;
+    for (int64_t i = 0; i < x.width; i += AT_ONCE) {
+        const int count = (int)std::min<int64_t>(x.width - i, AT_ONCE), groups = (count * 2 + PAIRED - 1) / PAIRED;
+        const Pair *l = (const Pair*)left.take(groups), *r = (const Pair*)right.take(groups);
+        for (int at = 0; at < count; at++) {
+            __builtin_prefetch(left_soon + (i + at) * PACKED, 0, 3), __builtin_prefetch(right_soon + (i + at) * PACKED, 0, 3);
+            if (next_left) __builtin_prefetch(next_left + (i + at) * w.each, 0, 2);
+            if (next_right) __builtin_prefetch(next_right + (i + at) * w.each, 0, 2);
+            const Vec one = load(l + at * LANES), two = load(r + at * LANES);
+            for (int m = 0; m < MB; m++) {
+                const Vec a = Operand<Pair>::splat(p + m * x.width + i + at);
+                sums[m][0] = Operand<Pair>::add(a, one, sums[m][0]);
+                sums[m][1] = Operand<Pair>::add(a, two, sums[m][1]);
+            }
+        }
+    }
+    for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+}
+
+// The first block of rows unpacks the panels. The others find them in this thread's room.
+template <class Take>
+void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
+    alignas(64) bf16 passing[2 * AT_ONCE * 2 * LANES];
+    const bool keeps = blocks_of_rows<PlainRows<Pair>::BLOCK>(to - from) > 1;
+    const int64_t places = keeps ? x.elements() : AT_ONCE * 2 * LANES;
+    bf16 *const room = keeps ? (bf16*)thread_room(places) : passing, *const second = room + places;
+    PanelReader left(*w.left, room, places), right(*w.right, second, places);
+    Panels<Pair> whole{(const Pair*)(w.left->others ? room : (const bf16*)w.left->at),
+                       (const Pair*)(w.right->others ? second : (const bf16*)w.right->at)};
+    if (w.next_left) whole.next_left = (const Pair*)w.next_left->at, whole.each = vector_bytes(*w.next_left);
+    if (w.next_right) whole.next_right = (const Pair*)w.next_right->at;
+    const Pair* later = nullptr;
+    if (keeps) later = std::exchange(whole.next_right, nullptr);  // as above
+    int row = from;
+    by_blocks<PlainRows<Pair>::BLOCK>(row, to, [&](auto count) {
+        if (row == from) unpacked_product<count>(x, row, left, right, whole, take);
+        else plain_product<count>(x, row, whole, take);
+        whole.next_left = nullptr, whole.next_right = std::exchange(later, nullptr);
+    });
+}
+#endif
 
 // Returns how many rows to use at once, so that they stay in the cache while every panel reads them again.
 template <class Rows>

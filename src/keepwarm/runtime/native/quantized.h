@@ -61,6 +61,7 @@ inline void round_block(Vec first, Vec second, Rounded& to) {
 struct QuantRows {
     static constexpr int BLOCK = 12;  // rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
+    static constexpr int KEPT = 0;    // nothing of a weight is kept for more rows
     template <class> using Weight = QuantPanel;
     Rounded* p = nullptr;
     int64_t blocks = 0;

@@ -1,11 +1,12 @@
 // Products with the processor's bfloat16 matrix units (AMX). A tile has 16 rows of 64 bytes.
 //
 // Each sum adds the products of 32 consecutive inner elements, tile by tile, in order. What is in the tile's other rows
-// does not matter. Weights are packed [out / 16][in / 32][16 pairs][16][2] and padded with zeros. The other operand's
-// columns are padded with zeros, too.
+// does not matter. Weights are packed [out / 16][in / 32][16 pairs][16][2] in 12 bits (twelve.h), and padded with zeros. The
+// other operand's columns are padded with zeros, too.
 #pragma once
 
 #include "model.h"
+#include "twelve.h"
 
 #if defined(TILES) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define HAS_TILES 1
@@ -14,8 +15,11 @@ namespace {
 
 constexpr int DEEP = 32;                // inner elements in a tile
 constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
-constexpr int AHEAD = 4;                // weights are prefetched so many tiles before they are used
+constexpr int AHEAD = 2;                // weights are unpacked so many tiles before they are used: their bytes must be
+                                        // in the cache by then
+constexpr int PASSING = 2 * AHEAD;      // places for unpacked tiles that no other rows need
 
+#if !defined(EMULATED_TILES)  // a test defines what follows for processors without matrix units
 // Configures the tile registers of its thread, all of full size, for as long as it lives.
 struct TileRegisters {
     TileRegisters() {
@@ -38,10 +42,13 @@ template <int C, int A, int B> inline void tile_add() {  // C += A B
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
+#endif
+
 struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width / 32] tiles
     static constexpr int BLOCK = 2 * LANES;  // rows whose sums are computed at once
     static constexpr int TOGETHER = LANES;   // rows of a tile: they are multiplied with the same weights
-    template <class> using Weight = bf16;
+    static constexpr int KEPT = BLOCK;       // for more rows, weights are unpacked only once
+    template <class> using Weight = WeightPanel;
     bf16* p = nullptr;
     int width = 0, across = 0;
     TileRows() = default;
@@ -51,19 +58,49 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
         if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));
     }
     int64_t row_bytes() const { return across * DEEP * sizeof(bf16); }
-    int64_t panel() const { return (int64_t)across * TILE; }
+    int64_t panel() const { return 1; }  // from one panel to the next
+    int64_t elements() const { return (int64_t)across * TILE; }  // weights of a panel
     const bf16* tile(int row) const { return p + (int64_t)(row / LANES) * across * TILE; }
     void put(int row, int column, Vec v) const {
         store(p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP, v);
     }
 };
 
+// The tiles of a panel. They are unpacked in order, to room for `places` of them.
+class PanelTiles {
+    PanelReader reader;
+    const uint8_t* next;
+    const int next_bytes;
+    const bf16* const at;
+    const int places, across;
+    int unpacked = 0;
+
+public:
+    PanelTiles(const WeightPanel& panel, const WeightPanel* following, bf16* room, int places, int across)
+        : reader(panel, room, (int64_t)places * TILE), next(following ? following->at : nullptr),
+          next_bytes(next ? vector_bytes(*following) * (TILE / 32) : 0), at(panel.others ? room : (const bf16*)panel.at),
+          places(panel.others ? places : across), across(across) {}
+    void unpack(int last) {  // all up to this one; asks for as many of the next panel
+        for (; unpacked <= last && unpacked < across; unpacked++, next += next_bytes) {
+            reader.take(TILE / GROUP);
+            for (int at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+        }
+    }
+    const bf16* tile(int k) const { return at + (int64_t)(k % places) * TILE; }
+};
+
 // Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`. It gives those of 32 rows while
-// the matrix unit works on the next 32.
+// the matrix unit works on the next 32. The first 32 unpack the panels; the others find them in this thread's room.
 template <class Take>
-void product(const TileRows& x, int from, int to, const Panels<bf16>& w, Take take) {
+void product(const TileRows& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
     constexpr int BOTH = TileRows::BLOCK;
     alignas(64) float sums[2][4][LANES * LANES];
+    alignas(64) bf16 passing[2 * PASSING * TILE];
+    const bool keeps = to - from > x.KEPT;
+    const int places = keeps ? x.across : PASSING;
+    bf16* const room = keeps ? (bf16*)thread_room(x.elements()) : passing;
+    PanelTiles left(*w.left, w.next_left, room, places, x.across);
+    PanelTiles right(*w.right, w.next_right, room + places * TILE, places, x.across);
     const int each = (BOTH + x.across - 1) / x.across;
     int side = 0, begin = from, given = from, end = from;
     auto give = [&](int rows) {
@@ -74,16 +111,10 @@ void product(const TileRows& x, int from, int to, const Panels<bf16>& w, Take ta
     };
     for (int row = from; row < to; row += BOTH, side = !side) {
         const bf16 *upper = x.tile(row), *lower = row + LANES < to ? x.tile(row + LANES) : nullptr;
-        const bf16 *l = w.left, *r = w.right;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        for (int k = 0; k < x.across; k++, l += TILE, r += TILE, upper += TILE) {
-            if (row == from) {
-                const int beyond = k + AHEAD - x.across;  // from 0 on, what is ahead lies in the next panels
-                const bf16* left = beyond < 0 || !w.next_left ? l + AHEAD * TILE : w.next_left + beyond * TILE;
-                const bf16* right = beyond < 0 || !w.next_right ? r + AHEAD * TILE : w.next_right + beyond * TILE;
-                for (int at = 0; at < TILE; at += DEEP) __builtin_prefetch(left + at, 0, 2), __builtin_prefetch(right + at, 0, 2);
-            }
-            tile_load<4>(upper), tile_load<6>(l), tile_load<7>(r);
+        for (int k = 0; k < x.across; k++, upper += TILE) {
+            if (row == from) left.unpack(k + AHEAD), right.unpack(k + AHEAD);
+            tile_load<4>(upper), tile_load<6>(left.tile(k)), tile_load<7>(right.tile(k));
             tile_add<0, 4, 6>(), tile_add<1, 4, 7>();
             if (lower) {
                 tile_load<5>(lower), lower += TILE;

@@ -1,0 +1,119 @@
+"""bfloat16 weights in 12 bits: every bit is kept, and products find the same sums as with 16."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.lean import LENGTH, Lean, compiled, prompt, windows
+
+from keepwarm.runtime.native import twelve
+from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.memory import WeightMemory
+from keepwarm.runtime.native.twelve import Panels
+
+pytestmark = [
+    pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
+    pytest.mark.host_memory("weights of the lean decoder lie in the host's memory"),
+]
+
+_GROUP, _BYTES = 128, 192  # weights of a group, and its bytes, as in twelve.h
+
+
+def _read(panels: Panels, rows: int, columns: int, across: int) -> npt.NDArray[np.uint16]:
+    """The bits of a matrix, read from its panels by the description in twelve.h."""
+    found = np.zeros((len(panels.table) * 16, across), dtype=np.uint16)
+    for number, panel in enumerate(panels.table[: -(-rows // 16)]):
+        made = _groups(panel, across) if panel["others"] else _bytes(panel["at"], across * 32).view(np.uint16)
+        # [columns / 2][16][2]
+        found[number * 16 : number * 16 + 16] = made.reshape(across // 2, 16, 2).transpose(1, 0, 2).reshape(16, across)
+    assert not found[rows:].any()
+    assert not found[:, columns:].any()
+    return found[:rows, :columns]
+
+
+def _groups(panel: np.void, across: int) -> npt.NDArray[np.uint16]:
+    count = across * 16 // _GROUP
+    groups = _bytes(panel["at"], count * _BYTES).reshape(count, _BYTES)
+    codes, lower = groups[:, :64], groups[:, 64:].reshape(count, 2, 64)
+    upper = panel["upper"][np.stack([codes & 15, codes >> 4], axis=1)]  # [count, half, 64]
+    both = lower.astype(np.uint16) | upper.astype(np.uint16) << 8
+    # 16 bytes have 8 weights of one vector, then 8 of the next: [half, quarter, vector, 8]
+    ordered = both.reshape(count, 2, 4, 2, 8).transpose(0, 1, 3, 2, 4).reshape(-1)
+    at = int(panel["others"])
+    while (other := int.from_bytes(ctypes.string_at(at, 4), "little")) != 0xFFFFFFFF:
+        ordered[other >> 8] = ordered[other >> 8] & 255 | (other & 255) << 8
+        at += 4
+    return ordered
+
+
+def _bytes(address: int, size: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(ctypes.string_at(int(address), size), dtype=np.uint8)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 25).map(lambda n: 16 * n),
+    deep=st.sampled_from([2, 32]),
+    rare=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+def test_every_bit_is_kept(rows: int, columns: int, deep: int, rare: int, seed: int) -> None:
+    """Whatever the weights are: zeros of both signs, denormals, infinities, NaN with its payload."""
+    chosen = np.random.default_rng(seed)
+    weight = torch.from_numpy(chosen.standard_normal((rows, columns), dtype=np.float32)).bfloat16()
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    places = chosen.integers(0, bits.size, rare)
+    bits.reshape(-1)[places] = chosen.integers(0, 1 << 16, rare)
+    memory = WeightMemory()
+    across = -(-columns // max(deep, 8)) * max(deep, 8)
+    assert np.array_equal(_read(Panels(weight, deep, memory), rows, columns, across), bits)
+
+
+def test_usual_weights_take_three_quarters_of_their_bytes() -> None:
+    memory = WeightMemory()
+    panels = Panels(torch.randn(512, 1024).bfloat16(), 2, memory)
+    assert sum(memory.storages.values()) < 0.76 * 512 * 1024 * 2
+    assert panels.table["others"][:32].all()
+
+
+def test_weights_of_every_size_stay_in_sixteen_bits() -> None:
+    memory = WeightMemory()
+    weight = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 15, (64, 64)).astype(np.int16)).view(
+        torch.bfloat16
+    )
+    panels = Panels(weight, 2, memory)
+    assert not panels.table["others"].any()
+    assert np.array_equal(_read(panels, 64, 64, 64), weight.view(torch.int16).numpy().view(np.uint16))
+
+
+def test_stacked_matrices_follow_each_other() -> None:
+    """So an expert's first panel is found from its number."""
+    memory, weight = WeightMemory(), torch.randn(3, 32, 64).bfloat16()
+    panels = Panels(weight.transpose(1, 2).contiguous().transpose(1, 2), 2, memory)  # as some models keep them
+    read = _read(panels, 96, 64, 64)
+    assert np.array_equal(read, weight.view(96, 64).view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_logits_are_those_of_weights_in_sixteen_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = Lean(family, torch.bfloat16)
+    packed = lean.decoder
+    if packed.deep == 1:
+        pytest.skip("this processor does not multiply bfloat16")
+    monkeypatch.setattr(twelve, "_FEW", 1 << 60)
+    assert compiled is not None
+    wide = LeanDecoder(lean.model, compiled, windows(lean.geometry))
+    assert sum(packed.storages.values()) < sum(wide.storages.values())
+    for count in (1, 2, 3, 5, 8, 9, 12, 13, 24, 25, 40, LENGTH):
+        ids = [token % lean.model.config.vocab_size for token in prompt(count, 0)]
+        found = []
+        for lean.decoder in (packed, wide):
+            found.append(lean.run(ids, [], lean.arena(), range(count)))
+        assert torch.equal(*found), count
