@@ -44,8 +44,9 @@ REACHED = {0: 329, 31: 0, 33: 32, 64: 64, 97: 96, 200: 192, 329: 329, 400: 329}
         ("qwen3.5", torch.float32),
         pytest.param(("lfm2-last", torch.bfloat16), marks=pytest.mark.slow),
         pytest.param(("qwen3-next", torch.bfloat16), marks=pytest.mark.slow),
+        pytest.param(("lfm2-moe", torch.bfloat16), marks=pytest.mark.slow),
     ],
-    ids=["lfm2", "qwen3.5", "lfm2-last", "qwen3-next"],
+    ids=["lfm2", "qwen3.5", "lfm2-last", "qwen3-next", "lfm2-moe"],
 )
 def model(request: pytest.FixtureRequest) -> Any:
     return lean_family(*request.param, vocab_size=VOCABULARY)

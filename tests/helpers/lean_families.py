@@ -38,6 +38,13 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", _PLAIN | _WINDOWS | {"head_dim": 256}),
     "glm": ("Glm", _PLAIN),
     "glm4": ("Glm4", _PLAIN),
+    "glm4-moe": (
+        "Glm4Moe",
+        _PLAIN
+        | _PART
+        | _FEW
+        | {"n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    ),
     "gpt-oss": ("GptOss", _PLAIN | _WINDOWS | _EXPERTS | {"swiglu_limit": 1.5}),
     "granite": ("Granite", _WIDE | _FACTORS),
     "granite-moe": ("GraniteMoe", _WIDE | _FACTORS | _EXPERTS),
@@ -48,6 +55,17 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
     ),
     "lfm2-last": ("Lfm2", _WIDE | {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        _WIDE
+        | _FEW
+        | {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 8,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "ministral": ("Ministral", _PLAIN | _WINDOWS),
     "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
     "mixtral": ("Mixtral", _PLAIN | _EXPERTS),
@@ -62,6 +80,10 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", _PLAIN | _FEW | {"num_experts": 40, "norm_topk_prob": True}),
     "qwen3.5": ("Qwen3_5", _PLAIN | _DELTA | _QUARTER),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        _PLAIN | _DELTA | _QUARTER | _FEW | {"num_experts": 8, "shared_expert_intermediate_size": 64},
+    ),
     "qwen3-next": (
         "Qwen3Next",
         _PLAIN | _DELTA | _QUARTER | _FEW | {"num_experts": 8, "shared_expert_intermediate_size": 64},
@@ -74,7 +96,7 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
 def lean_family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """One of them, whose norms and biases tell their parts apart."""
     family, settings = LEAN[name]
-    config = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
+    config = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
     return unlike(made(config, f"{family}ForCausalLM", settings | changes, dtype))
 
 
@@ -85,4 +107,7 @@ def unlike(model: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += (0.2 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # a router's correction, which is zero in a new model
+                buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
     return model

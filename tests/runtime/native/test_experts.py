@@ -71,6 +71,29 @@ def test_the_shared_expert_is_gated_and_other_layers_have_none() -> None:
     assert torch.equal(logits(lean.model, lean), shut)
 
 
+@pytest.mark.parametrize("family", ["glm4-moe", "lfm2-moe"])
+def test_a_correction_chooses_experts_and_has_no_part_in_their_shares(family: str) -> None:
+    """One that is the same for all experts changes nothing; a large one for some has them chosen by every row."""
+    lean = Lean(family, torch.float32)
+    corrections = [buffer for name, buffer in lean.model.named_buffers() if name.endswith("bias")]
+    assert corrections
+    for buffer in corrections:
+        buffer.zero_()
+    plain = logits(lean.model, lean)
+    for buffer in corrections:
+        buffer.fill_(0.5)
+    assert torch.equal(logits(lean.model, lean), plain)
+    for buffer in corrections:
+        buffer.zero_()[-4:] = 9.0
+    last = logits(lean.model, lean)
+    for layer in lean.model.model.layers:
+        experts = getattr(getattr(layer, "mlp", None) or layer.feed_forward, "experts", None)
+        if experts is not None:
+            experts.down_proj.data[:-4].fill_(float("nan"))  # the others are not read
+    assert torch.equal(logits(lean.model, lean), last)
+    assert not torch.equal(last, plain)
+
+
 def test_what_is_not_covered_is_told() -> None:
     def reason(family: str, **changes: Any) -> str:
         return unsupported(lean_family(family, **changes), [None] * 3)
@@ -78,4 +101,5 @@ def test_what_is_not_covered_is_told() -> None:
     assert reason("olmoe") == ""
     assert "clipped" in reason("olmoe", clip_qkv=8.0)
     assert "multiple of 32" in reason("qwen3-moe", moe_intermediate_size=48)
+    assert "by groups" in reason("glm4-moe", n_group=2, topk_group=1)
     assert "activation" in reason("mixtral", hidden_act="mish")

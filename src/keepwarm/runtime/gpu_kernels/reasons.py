@@ -55,6 +55,8 @@ def _check(found: Description) -> None:
         raise NotCovered("weights in blocks")
     if any(attention.gate is not None for attention in found.attentions):
         raise NotCovered("gates of attention")
+    if any(experts.sigmoid for experts in found.experts):
+        raise NotCovered("routers by sigmoid")
     if any(mlp.activation == "clamped" for mlp in found.mlps):
         raise NotCovered("activation 'clamped' outside of experts")
     weights = [each.weight for layer in found.layers for each in layer.products]

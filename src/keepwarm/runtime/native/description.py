@@ -151,13 +151,24 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Sigmoid:
+    """How a router makes shares of scores if not by softmax: by their sigmoid. `correction`, `[experts]`, float32, is
+    added to the sigmoids for the choice alone. The shares are divided by their sum and `least`, unless that is None,
+    and then multiplied by `factor`."""
+
+    correction: torch.Tensor | None
+    least: float | None
+    factor: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """Gated MLPs. Each row uses the `chosen` ones with the highest scores; of equal scores, the first.
 
     Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives the scores, `[experts]`. Each
     result is multiplied by its share and added. The shares are a softmax over the chosen scores, or over all scores
-    with `over_all`. The layer's own MLP is multiplied by a factor: the sigmoid of the product of `gate`, `[1, hidden]`,
-    and the row. Without a gate it is added as it is.
+    with `over_all`, or made by `sigmoid`. The layer's own MLP is multiplied by a factor: the sigmoid of the product of
+    `gate`, `[1, hidden]`, and the row. Without a gate it is added as it is.
     """
 
     router: Linear
@@ -165,6 +176,7 @@ class Experts:
     chosen: int
     over_all: bool = False
     gate: torch.Tensor | None = None
+    sigmoid: Sigmoid | None = None
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,34 @@ void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int row
     }
 }
 
-// Chooses the experts with the highest scores, the first of equals, and sets each one's share by softmax. It overwrites
-// the scores.
-inline void choose(const Experts& e, float* score, int across, int32_t* expert, float* share) {
-    bool taken[MOST_EXPERTS] = {};
-    for (int i = 0; i < e.count && e.router_bias; i++) score[i] += e.router_bias[i];
+// Chooses the experts with the highest scores, the first of equals.
+inline void choose_highest(const Experts& e, const float* score, bool* taken, int32_t* expert) {
     for (int rank = 0; rank < e.chosen; rank++) {
         int best = -1;
         for (int i = 0; i < e.count; i++)
             if (!taken[i] && (best < 0 || score[i] > score[best])) best = i;
         taken[best] = true, expert[rank] = best;
     }
+}
+
+// Does so by sigmoids of the scores, with a correction that has no part in a share (DeepSeek-V3, arXiv:2412.19437,
+// eq. 16). It overwrites the scores.
+inline void choose_by_sigmoid(const Experts& e, float* score, int across, int32_t* expert, float* share) {
+    bool taken[MOST_EXPERTS] = {};
+    float value[MOST_EXPERTS + 2 * LANES];
+    for (int i = 0; i < across; i += LANES) store(value + i, sigmoid(load(score + i)));
+    for (int i = 0; i < e.count; i++) score[i] = value[i] + (e.correction ? e.correction[i] : 0.f);
+    choose_highest(e, score, taken, expert);
+    float sum = e.least;
+    for (int rank = 0; rank < e.chosen && e.least >= 0; rank++) sum += value[expert[rank]];
+    for (int rank = 0; rank < e.chosen; rank++) share[rank] = value[expert[rank]] / (e.least < 0 ? 1.f : sum) * e.factor;
+}
+
+// Chooses experts and sets each one's share by softmax. It overwrites the scores.
+inline void choose(const Experts& e, float* score, int across, int32_t* expert, float* share) {
+    bool taken[MOST_EXPERTS] = {};
+    for (int i = 0; i < e.count && e.router_bias; i++) score[i] += e.router_bias[i];
+    choose_highest(e, score, taken, expert);
     const float top = score[expert[0]];
     for (int i = 0; i < across; i++) score[i] = i < e.count && (e.over_all || taken[i]) ? (score[i] - top) * 1.44269504f : -200.f;
     Vec total{};
@@ -57,7 +74,8 @@ void choose_row(const Model& m, const Experts& e, const Routes<Rows>& r, int row
     r.row[r.own + row] = row;
     r.factor[r.own + row] = e.gates ? sigmoid(splat(score[e.count]))[0] * factor : factor;
     float* const share = r.share + (int64_t)row * e.chosen;
-    choose(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
+    if (e.sigmoid) choose_by_sigmoid(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
+    else choose(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
     for (int rank = 0; rank < e.chosen; rank++) share[rank] *= factor;
 }
 

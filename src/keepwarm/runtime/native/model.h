@@ -41,6 +41,9 @@ struct Experts {  // the experts of one layer (experts.h)
     int32_t count, chosen;    // how many experts there are, and how many a row uses; 0 if the layer has none
     int32_t over_all;         // 1 if the softmax runs over all experts' scores; 0 if only over the chosen ones'
     int32_t gates;            // 1 if the router's last row gates the layer's own MLP
+    int32_t sigmoid;          // 1 if a share is the sigmoid of a score, and no softmax
+    float least, factor;      // of these: they are divided by their sum and `least`, unless it is negative; then multiplied
+    const float* correction;  // [count]: is added to the sigmoids for the choice alone; or null
 };
 
 struct Convolution {  // a short convolution over each channel's last inputs (recurrent.h)

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks, Packed
-from keepwarm.runtime.native.description import Attention, Convolution, DeltaNet, Experts, LayerParts, Mlp, Norm
+from keepwarm.runtime.native.description import (
+    Attention,
+    Convolution,
+    DeltaNet,
+    Experts,
+    LayerParts,
+    Mlp,
+    Norm,
+    Sigmoid,
+)
 from keepwarm.runtime.native.memory import WeightMemory
 from keepwarm.runtime.native.structures import (
     ConvolutionRecord,
@@ -125,6 +134,7 @@ class Packing:
         )
 
     def _experts(self, parts: Experts) -> ExpertsRecord:
+        sigmoid = parts.sigmoid or Sigmoid(None, None, 1.0)
         return ExpertsRecord(
             router=self._floating(_stacked([parts.router.weight, parts.gate])),
             router_bias=self._floats(parts.router.bias),
@@ -133,6 +143,10 @@ class Packing:
             chosen=parts.chosen,
             over_all=parts.over_all,
             gates=parts.gate is not None,
+            sigmoid=parts.sigmoid is not None,
+            least=-1.0 if sigmoid.least is None else sigmoid.least,
+            factor=sigmoid.factor,
+            correction=self._floats(sigmoid.correction),
         )
 
     def _floating(self, weight: torch.Tensor) -> int:

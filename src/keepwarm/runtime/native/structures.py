@@ -29,7 +29,10 @@ class ExpertsRecord(ctypes.Structure):
     _fields_ = (
         *_pointers("router", "router_bias"),
         ("all", MlpRecord),
-        *_integers("count", "chosen", "over_all", "gates"),
+        *_integers("count", "chosen", "over_all", "gates", "sigmoid"),
+        ("least", ctypes.c_float),
+        ("factor", ctypes.c_float),
+        *_pointers("correction"),
     )
 
 

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in most layers, and attention in the others."""
+"""LFM2: short convolutions in most layers, and attention in the others. LFM2-MoE has experts in all but the first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from keepwarm.runtime.native.description import Attention, Convolution, Description, LayerParts, Mlp, NotCovered, alike
-from keepwarm.runtime.native.families import llama
+from keepwarm.runtime.native.families import experts, llama
 
 _SHAPE = ("padding", "stride", "dilation", "kernel_size")
 
@@ -16,15 +16,16 @@ def describe(model: Any) -> Description:
     layers = tuple(
         LayerParts(
             _attention(layer.self_attn) if layer.is_attention_layer else _convolution(layer.conv),
-            _mlp(layer.feed_forward),
             before=llama.norm(layer.operator_norm),
             before_mlp=llama.norm(layer.ffn_norm),
+            **_mlp(layer.feed_forward),
         )
         for layer in model.model.layers
     )
     dims = [layer.self_attn.head_dim for layer in model.model.layers if layer.is_attention_layer]
     norm = llama.norm(model.model.embedding_norm)
-    return llama.described(model, layers, dim=alike(dims, "head widths"), norm=norm)
+    rotary = model.model.pos_emb if hasattr(model.model, "pos_emb") else model.model.rotary_emb
+    return llama.described(model, layers, dim=alike(dims, "head widths"), norm=norm, tables=(llama.table(rotary),))
 
 
 def _attention(module: Any) -> Attention:
@@ -42,5 +43,7 @@ def _convolution(module: Any) -> Convolution:
     return Convolution(read, weight.flatten(1), o, None if bias is None else bias.detach())
 
 
-def _mlp(module: Any) -> Mlp:
-    return Mlp(llama.linear(module.w3), llama.linear(module.w2), "silu", llama.linear(module.w1))
+def _mlp(module: Any) -> dict[str, Any]:
+    if hasattr(module, "experts"):
+        return experts.parts_of(module)
+    return {"mlp": Mlp(llama.linear(module.w3), llama.linear(module.w2), "silu", llama.linear(module.w1))}

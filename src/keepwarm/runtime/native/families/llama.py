@@ -111,9 +111,9 @@ def mlp(module: Any) -> Mlp:
     return Mlp(linear(module.up_proj), linear(module.down_proj), activation(module.act_fn), linear(module.gate_proj))
 
 
-def activation(module: nn.Module) -> str:
-    """Return a module's activation by its name in the kernels. If they lack it, return the module's class."""
-    name = type(module).__name__
+def activation(module: Any) -> str:
+    """Return a module's or function's activation by its name in the kernels. If they lack it, return its own name."""
+    name = getattr(module, "__name__", type(module).__name__)
     return _TANH[str(getattr(module, "approximate", "none"))] if name == "GELU" else _COMPUTED.get(name, name)
 
 

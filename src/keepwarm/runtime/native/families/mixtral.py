@@ -1,4 +1,5 @@
-"""Mixtral, and the Qwen models with experts. Some layers of these have no experts, and Qwen 2 has a shared one."""
+"""Mixtral, the Qwen models with experts, and GLM 4 with experts. Some layers of these have no experts, and Qwen 2 and
+GLM 4 have a shared one."""
 
 from __future__ import annotations
 
