@@ -13,7 +13,15 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from keepwarm.runtime.native.blocks import KINDS
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 2
-DIM = HIDDEN // HEADS
+DIM, INPUTS = HIDDEN // HEADS, 3
+_ATTENTION = (
+    ("attn_q", HEADS * DIM, HIDDEN),
+    ("attn_k", KV_HEADS * DIM, HIDDEN),
+    ("attn_v", KV_HEADS * DIM, HIDDEN),
+    ("attn_output", HIDDEN, HEADS * DIM),
+)
+_CONVOLUTION = (("shortconv.in_proj", 3 * HIDDEN, HIDDEN), ("shortconv.out_proj", HIDDEN, HIDDEN))
+_MLP = (("ffn_gate", INNER, HIDDEN), ("ffn_up", INNER, HIDDEN), ("ffn_down", HIDDEN, INNER))
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
 _HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
     "Q4_0": (0, None, 0.0),
@@ -71,7 +79,8 @@ def write(
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
     writer = GGUFWriter(path, architecture)
-    _metadata(writer, has_tokenizer=has_tokenizer)
+    is_lfm2 = architecture == "lfm2"
+    _metadata(writer, has_tokenizer=has_tokenizer, heads=[0, KV_HEADS] if is_lfm2 else KV_HEADS)
     vocabulary = len(_tokens())
 
     def put(name: str, rows: int, columns: int) -> None:
@@ -89,22 +98,18 @@ def write(
     put("token_embd", vocabulary, HIDDEN)
     if not is_tied:
         put("output", vocabulary, HIDDEN)
-    floats("output_norm.weight", HIDDEN, 1.0)
+    floats("token_embd_norm.weight" if is_lfm2 else "output_norm.weight", HIDDEN, 1.0)
     for layer in range(LAYERS):
         at = f"blk.{layer}."
-        for name, rows, columns in (
-            ("attn_q", HEADS * DIM, HIDDEN),
-            ("attn_k", KV_HEADS * DIM, HIDDEN),
-            ("attn_v", KV_HEADS * DIM, HIDDEN),
-            ("attn_output", HIDDEN, HEADS * DIM),
-            ("ffn_gate", INNER, HIDDEN),
-            ("ffn_up", INNER, HIDDEN),
-            ("ffn_down", HIDDEN, INNER),
-        ):
+        is_convolution = is_lfm2 and not layer
+        for name, rows, columns in (*(_CONVOLUTION if is_convolution else _ATTENTION), *_MLP):
             put(at + name, rows, columns)
             if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 floats(f"{at}{name}.bias", rows, 0.0)
-        if architecture == "qwen3":
+        if is_convolution:
+            kernel = 0.3 * random.standard_normal((HIDDEN, INPUTS))
+            writer.add_tensor(f"{at}shortconv.conv.weight", kernel.astype(np.float32))
+        elif architecture in ("qwen3", "lfm2"):
             floats(at + "attn_q_norm.weight", DIM, 1.0)
             floats(at + "attn_k_norm.weight", DIM, 1.0)
         floats(at + "attn_norm.weight", HIDDEN, 1.0)
@@ -130,14 +135,15 @@ def _tokens() -> list[str]:
     return [*(letters[byte] for byte in range(256)), "ab", "<s>", "</s>"]
 
 
-def _metadata(writer: GGUFWriter, *, has_tokenizer: bool) -> None:
+def _metadata(writer: GGUFWriter, *, has_tokenizer: bool, heads: int | list[int]) -> None:
     writer.add_block_count(LAYERS)
     writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_shortconv_l_cache(INPUTS)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(DIM)
     writer.add_key_length(DIM)

@@ -36,8 +36,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(file: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer is a short convolution."""
+    return write(tmp_path_factory.mktemp("gguf") / "model.gguf", architecture="lfm2", is_tied=True)
+
+
+@pytest.mark.parametrize("which", ["file", "hybrid"])
+def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    file: Path = request.getfixturevalue(which)
     with Engine.from_pretrained(file, store=tmp_path / "store") as engine:
+        assert engine.pipeline.model.runner.lean is not None
         cold, warm = engine.generate(**ASKED), engine.generate(**ASKED)
     with Engine.from_pretrained(str(file), store=tmp_path / "store") as engine:
         restarted = engine.generate(**ASKED)
@@ -49,7 +60,7 @@ def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(file: Path, tmp_pa
     assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
 
 
-@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("llama", True)])
+@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("llama", True), ("lfm2", True)])
 def test_the_model_is_the_one_that_transformers_reads(architecture: str, is_tied: bool, tmp_path: Path) -> None:
     """transformers widens all weights. The same logits, in float32: names, rows' order, biases, norms and ties."""
     path = write(tmp_path / "m.gguf", architecture=architecture, is_tied=is_tied)

@@ -26,12 +26,13 @@ from keepwarm.runtime.filling import empty, fill, keep_maps
 from keepwarm.runtime.gguf_header import Reader, read_config, read_tokenizer
 from keepwarm.runtime.native.blocks import KINDS, Blocks, can_compute, raw_bytes
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # values of general.architecture; Mistral has "llama"
+ARCHITECTURES = ("lfm2", "llama", "qwen2", "qwen3")  # values of general.architecture; Mistral has "llama"
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _ROTARY = (
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
     *("attention.key_length", "attention.head_count", "embedding_length"),
 )
+_CONVOLUTION = ".shortconv.conv.weight"  # how the names of such weights end; they are floats
 _FACTORS = "rope_freqs.weight"  # a tensor: rotary frequencies are divided by it
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
 
@@ -94,7 +95,8 @@ def _refuse_other_types(path: Path, tensors: Any) -> None:
     others = [
         each
         for each in tensors
-        if each.tensor_type.name not in KINDS and not (each.tensor_type in _FLOATS and len(each.shape) == 1)
+        if each.tensor_type.name not in KINDS
+        and not (each.tensor_type in _FLOATS and (len(each.shape) == 1 or each.name.endswith(_CONVOLUTION)))
     ]
     if others:
         kinds = ", ".join(sorted({each.tensor_type.name for each in others}))

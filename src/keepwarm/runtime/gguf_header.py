@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 _LENGTH = struct.Struct("<Q")
+_WHOLE = (GGUFValueType.INT32, GGUFValueType.UINT32, GGUFValueType.INT64, GGUFValueType.UINT64)
 
 
 class Reader(GGUFReader):
@@ -77,6 +78,15 @@ class Reader(GGUFReader):
         field = self.fields.get(name)
         return None if field is None or field.types[0] != GGUFValueType.ARRAY else int(field.parts[-1][0])
 
+    def numbers(self, name: str) -> list[int]:
+        """Whole numbers of the metadata. Raises KeyError if the array is not there, ValueError if it holds others."""
+        parts = self.fields[name].parts
+        kind, count = GGUFValueType(int(parts[-2][0])), parts[-1]
+        if self.fields[name].types[0] != GGUFValueType.ARRAY or kind not in _WHOLE:
+            raise ValueError(f"{name} is no array of whole numbers")
+        start = count.ctypes.data - self.data.ctypes.data + count.nbytes
+        return [int(each) for each in self._get(start, self.gguf_scalar_to_np[kind], int(count[0]))]
+
 
 def read_config(reader: Reader) -> PreTrainedConfig:
     """The configuration that transformers makes of the metadata. Raises KeyError for an unknown architecture."""
@@ -92,8 +102,21 @@ def read_config(reader: Reader) -> PreTrainedConfig:
             told[renamed] = value.replace(architecture, kind) if isinstance(value, str) else value
     if (words := reader.length("tokenizer.ggml.tokens")) is not None:
         told.setdefault("vocab_size", words)
+    if kind == "lfm2":
+        told |= _told_of_lfm2(reader)
     made: PreTrainedConfig = CONFIG_MAPPING[told["model_type"]].from_dict(told)
     return made
+
+
+def _told_of_lfm2(reader: Reader) -> dict[str, Any]:
+    """What a file of LFM2 says in other ways: a layer without heads of keys is a short convolution."""
+    heads = reader.numbers("lfm2.attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": float(reader.value("lfm2.attention.layer_norm_rms_epsilon")),  # transformers reads another name
+    }
 
 
 def read_tokenizer(path: Path, config: PreTrainedConfig) -> Any:

@@ -21,24 +21,26 @@ template <int T> inline void tile_load(const void* p, int64_t stride = 64) {
 template <int T> inline void tile_store(float* p) { std::memcpy(p, &emulated[T], sizeof emulated[T]); }
 template <int T> inline void tile_zero() { std::memset(&emulated[T], 0, sizeof emulated[T]); }
 
-inline float emulated_at(int tile, int row, int number) {  // a bfloat16 of a row
-    uint16_t half;
-    std::memcpy(&half, emulated[tile].row[row] + 2 * number, 2);
-    const uint32_t bits = (uint32_t)half << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
+// A row's pairs of bfloat16, as floats.
+inline void emulated_pairs(const uint8_t* row, float* first, float* second) {
+    uint32_t bits[16], one[16], two[16];
+    std::memcpy(bits, row, 64);
+    for (int i = 0; i < 16; i++) one[i] = bits[i] << 16, two[i] = bits[i] & 0xffff0000u;
+    std::memcpy(first, one, 64), std::memcpy(second, two, 64);
 }
 
 template <int C, int A, int B> inline void tile_add() {  // C += A B, by pairs of inner elements, in order
-    for (int row = 0; row < 16; row++) {
-        float sums[16];
-        std::memcpy(sums, emulated[C].row[row], 64);
-        for (int k = 0; k < 16; k++)
-            for (int n = 0; n < 16; n++)
-                for (int i = 0; i < 2; i++) sums[n] += emulated_at(A, row, 2 * k + i) * emulated_at(B, k, 2 * n + i);
-        std::memcpy(emulated[C].row[row], sums, 64);
+    float sums[16][16], left[2][16][16], right[2][16][16];
+    std::memcpy(sums, &emulated[C], sizeof sums);
+    for (int i = 0; i < 16; i++) {
+        emulated_pairs(emulated[A].row[i], left[0][i], left[1][i]);
+        emulated_pairs(emulated[B].row[i], right[0][i], right[1][i]);
     }
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int i = 0; i < 2; i++)
+                for (int n = 0; n < 16; n++) sums[row][n] += left[i][row][k] * right[i][k][n];
+    std::memcpy(&emulated[C], sums, sizeof sums);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.emulated import EMULATED
 from tests.helpers.lean import LENGTH, Lean, compiled, prompt
 
 from keepwarm.core import levels
@@ -29,17 +30,6 @@ HERE = build.levels_here()
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 X86 = [level for level in LEVELS if level.machine == "x86_64"]
 
-# The matrix units' kernels, with these emulated, on a processor that has all the rest.
-EMULATED = [
-    replace(
-        level,
-        name="amx-emulated",
-        narrow=levels.TILES,
-        flags=(*level.flags, "-include", str(Path(__file__).with_name("emulated_tiles.h"))),
-    )
-    for level in HERE
-    if level.narrow == levels.PAIRS
-]
 COMPUTING = [*HERE, *EMULATED]
 
 needs_level = pytest.mark.skipif(not HERE or compiled is None, reason="no level here, or no C++ compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.emulated import emulated
 from tests.helpers.lean import LENGTH, Lean, compiled, prompt, windows
 
 from keepwarm.runtime.native import twelve
@@ -101,19 +103,37 @@ def test_stacked_matrices_follow_each_other() -> None:
     assert np.array_equal(read, weight.view(96, 64).view(torch.int16).numpy().view(np.uint16))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-def test_logits_are_those_of_weights_in_sixteen_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lean = Lean(family, torch.bfloat16)
-    packed = lean.decoder
-    if packed.deep == 1:
-        pytest.skip("this processor does not multiply bfloat16")
-    monkeypatch.setattr(twelve, "_FEW", 1 << 60)
-    assert compiled is not None
-    wide = LeanDecoder(lean.model, compiled, windows(lean.geometry))
+def strange(model: Any) -> Any:
+    """The model, in which every 700th weight of a matrix has another size than all others."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.view(-1)[::700] *= 2.0**-40
+    return model
+
+
+ODD = {"hidden_size": 80, "intermediate_size": 112, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("llama", ODD), ("qwen3-moe", {})], ids=["llama", "odd", "qwen3-moe"]
+)
+@pytest.mark.parametrize("units", ["here", pytest.param("emulated", marks=pytest.mark.slow)])
+def test_logits_are_those_of_weights_in_sixteen_bits(
+    family: str, changes: dict[str, Any], units: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = compiled if units == "here" else emulated()
+    if kernels is None or kernels.library.keepwarm_deep() == 1:
+        pytest.skip("this processor does not multiply bfloat16, or multiplies it in tiles, so none are emulated")
+    lean = Lean(family, torch.bfloat16, kernels, **changes)
+    model, of = strange(lean.model), windows(lean.geometry)
+    packed = LeanDecoder(model, kernels, of)
+    monkeypatch.setattr(twelve, "_MOST_COLUMNS", 0)
+    wide = LeanDecoder(model, kernels, of)
     assert sum(packed.storages.values()) < sum(wide.storages.values())
-    for count in (1, 2, 3, 5, 8, 9, 12, 13, 24, 25, 40, LENGTH):
+    for count in (1, 2, 3, 5, 8, 9, 12, 13, 24, 25, 33, 40, *([LENGTH] if units == "here" else [65])):
         ids = [token % lean.model.config.vocab_size for token in prompt(count, 0)]
         found = []
         for lean.decoder in (packed, wide):
             found.append(lean.run(ids, [], lean.arena(), range(count)))
+        assert torch.isfinite(found[0]).all()
         assert torch.equal(*found), count

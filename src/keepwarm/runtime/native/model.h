@@ -27,7 +27,7 @@ struct Norm {  // float32 [width]; null if the model has none
     const float *weight, *bias;
 };
 
-// Weights are packed, in the model's dtype; biases are float32. A pointer is null if the model has no such part.
+// Weights are packed, without rounding; biases are float32. A pointer is null if the model has no such part.
 struct Mlp {
     const float *gate_bias, *up_bias, *down_bias;
     const void *gate, *up, *down;

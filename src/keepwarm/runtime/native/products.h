@@ -115,6 +115,7 @@ inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& le
                              Take take) {
     Vec sums[MB][2] = {};
     const Pair* p = x.p + row * x.width;
+    // These are asked for once more, to be in the first cache. Panels in 16 bits do not need it.
     const uint8_t *left_soon = left.from + 2 * AT_ONCE * PACKED, *right_soon = right.from + 2 * AT_ONCE * PACKED;
     const char *next_left = (const char*)w.next_left, *next_right = (const char*)w.next_right;
     for (int64_t i = 0; i < x.width; i += AT_ONCE) {

@@ -17,6 +17,7 @@ constexpr int DEEP = 32;                // inner elements in a tile
 constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
 constexpr int AHEAD = 2;                // weights are unpacked so many tiles before they are used: their bytes must be
                                         // in the cache by then
+constexpr int ASKED = 4;                // weights are prefetched so many tiles before they are unpacked
 constexpr int PASSING = 2 * AHEAD;      // places for unpacked tiles that no other rows need
 
 #if !defined(EMULATED_TILES)  // a test defines what follows for processors without matrix units
@@ -69,21 +70,28 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
 // The tiles of a panel. They are unpacked in order, to room for `places` of them.
 class PanelTiles {
     PanelReader reader;
-    const uint8_t* next;
-    const int next_bytes;
+    const uint8_t *const from, *const next;
+    const int bytes, next_bytes;  // of a tile
     const bf16* const at;
     const int places, across;
     int unpacked = 0;
 
+    // Asks for a tile's bytes. What is behind the last tile lies in the next panel.
+    void ask(int tile) const {
+        const int beyond = tile - across;
+        const uint8_t* const there = beyond < 0 ? from + (int64_t)tile * bytes : next + (int64_t)beyond * next_bytes;
+        for (int i = 0; (beyond < 0 || next) && i < (beyond < 0 ? bytes : next_bytes); i += 64) __builtin_prefetch(there + i, 0, 2);
+    }
+
 public:
     PanelTiles(const WeightPanel& panel, const WeightPanel* following, bf16* room, int places, int across)
-        : reader(panel, room, (int64_t)places * TILE), next(following ? following->at : nullptr),
-          next_bytes(next ? vector_bytes(*following) * (TILE / 32) : 0), at(panel.others ? room : (const bf16*)panel.at),
-          places(panel.others ? places : across), across(across) {}
-    void unpack(int last) {  // all up to this one; asks for as many of the next panel
-        for (; unpacked <= last && unpacked < across; unpacked++, next += next_bytes) {
+        : reader(panel, room, (int64_t)places * TILE), from(panel.at), next(following ? following->at : nullptr),
+          bytes(vector_bytes(panel) * (TILE / 32)), next_bytes(next ? vector_bytes(*following) * (TILE / 32) : 0),
+          at(panel.others ? room : (const bf16*)panel.at), places(panel.others ? places : across), across(across) {}
+    void unpack(int last) {  // all up to this one
+        for (; unpacked <= last && unpacked < across; unpacked++) {
+            ask(unpacked + ASKED);
             reader.take(TILE / GROUP);
-            for (int at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
         }
     }
     const bf16* tile(int k) const { return at + (int64_t)(k % places) * TILE; }

@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_name("twelve.cpp")
 _PANEL = np.dtype([("at", np.uint64), ("others", np.uint64), ("upper", np.uint8, 16)])  # WeightPanel
 _PAIRED = 8  # columns of a group, as in twelve.h
 _FEW = 512  # of so many weights at most one may have another upper byte; for more, 12 bits are slower than 16
-_MOST_COLUMNS = 1 << 20  # the list numbers a panel's weights in 24 bits
+_MOST_COLUMNS = 1 << 20  # the list numbers a panel's weights in 24 bits; so many columns have more
 
 
 class _Matrix(ctypes.Structure):
@@ -55,8 +55,8 @@ def _table(matrix: torch.Tensor, deep: int, memory: WeightMemory) -> np.ndarray:
     rows, columns = matrix.shape
     across, threads = -(-columns // max(deep, _PAIRED)) * max(deep, _PAIRED), torch.get_num_threads()
     found = compiled(_SOURCE)
-    if found is None:
-        raise RuntimeError("twelve.cpp does not compile")
+    if found is None or across >= _MOST_COLUMNS:
+        return _wide(matrix, across, memory)
     library = found.library
     library.keepwarm_twelve_plan.restype = ctypes.c_int64
     table = np.zeros(-(-rows // LANES), dtype=_PANEL)
@@ -64,7 +64,7 @@ def _table(matrix: torch.Tensor, deep: int, memory: WeightMemory) -> np.ndarray:
     source = _Matrix(matrix.data_ptr(), rows, columns, across)
     plan = (ctypes.byref(source), ctypes.c_void_p(upper.ctypes.data), ctypes.c_void_p(ends.ctypes.data))
     others = library.keepwarm_twelve_plan(*plan, threads)
-    if others * _FEW > table.size * LANES * across or across > _MOST_COLUMNS:
+    if others * _FEW > table.size * LANES * across:
         return _wide(matrix, across, memory)
     room = memory.room(int(ends[-1]))
     into = ctypes.c_void_p(room.data_ptr()), ctypes.c_void_p(table.ctypes.data)

@@ -93,9 +93,9 @@ def _check_recurrent(found: Description) -> None:
     """Check layers with a state. Their results share scratch memory with those of attention, so all widths must fill
     whole tiles, as in a model with experts."""
     hidden, kernels = found.head.shape[1], {each.weight.shape[1] for each in found.recurrent}
-    if any(isinstance(linear.weight, Blocks) for each in found.recurrent for linear in each.products):
-        raise NotCovered("layers with a state and weights in blocks")
     nets = [each for each in found.recurrent if isinstance(each, DeltaNet)]
+    if any(isinstance(linear.weight, Blocks) for net in nets for linear in net.products):
+        raise NotCovered("delta nets and weights in blocks")
     widths = {hidden, found.heads * found.dim, *(net.heads * net.dim for net in nets)}
     if any(width % _DEEP for width in widths):
         raise NotCovered("layers with a state, and widths that are no multiple of 32")
