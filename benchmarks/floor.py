@@ -54,7 +54,7 @@ def read_gb_per_s(rounds: int) -> float:
 def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[str, Any]:
     runner: Runner = engine.pipeline.model.runner
     ids = [3 + i * 7919 % 40_000 for i in range(prefix + SUFFIX)]
-    weights = sum(p.numel() * p.element_size() for p in engine.pipeline.model.model.parameters())
+    weights = read_bytes(engine)
     kv = engine.pipeline.model.geometry.bytes_per_token * prefix
     arena = engine.pipeline.pool.acquire(None, prefix + SUFFIX + 1)
     arena.seek(0)
@@ -81,6 +81,17 @@ def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[
     floor = (weights + kv) / bandwidth / 1e6
     ratios = {name.replace("ms", "per_floor"): round(value / floor, 2) for name, value in times.items()}
     return {"prefix": prefix, "floor_ms": round(floor, 1)} | {k: round(v, 1) for k, v in times.items()} | ratios
+
+
+def read_bytes(engine: Engine) -> int:
+    """Bytes of the weights that a step reads: in the form that the kernels have, where they run the model. Of the
+    embeddings it reads a few rows."""
+    model, lean = engine.pipeline.model.model, engine.pipeline.model.runner.lean
+    if lean is None:
+        return sum(p.numel() * p.element_size() for p in model.parameters())
+    found = dict(lean.storages)
+    found.pop(model.get_input_embeddings().weight.data_ptr(), None)
+    return sum(found.values())
 
 
 def held(what: str) -> int:
