@@ -306,3 +306,13 @@ def test_a_remote_that_does_not_answer_is_a_warning(look: Look, tmp_path: Path) 
     code, found = look("--store", tmp_path / "none", "--remote", url)
     assert (code, found["remote"]["status"]) == (0, "warn")
     assert "secret" not in json.dumps(found)
+
+
+def test_a_file_that_is_no_gguf_file_is_told(look: Look, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"<html>")
+    code, found = look("--model", str(file))
+    assert (code != 0, found["model"]["status"]) == (True, "fail")
+    assert "no GGUF file" in found["model"]["detail"]
+    file.write_bytes(b"GGUF" + bytes(20))
+    assert look("--model", str(file))[1]["model"]["status"] == "ok"

@@ -73,6 +73,7 @@ def write(
     has_tokenizer: bool = True,
     left_out: str = "",
     others: Mapping[str, Any] | None = None,
+    heads_of_keys: list[int] | None = None,
 ) -> Path:
     """Write a file. `kinds` gives a weight's kind by the beginning of its name; `left_out` is a tensor that is not
     written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`."""
@@ -80,7 +81,7 @@ def write(
     random = np.random.default_rng(seed)
     writer = GGUFWriter(path, architecture)
     is_lfm2 = architecture == "lfm2"
-    _metadata(writer, has_tokenizer=has_tokenizer, heads=[0, KV_HEADS] if is_lfm2 else KV_HEADS)
+    _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if is_lfm2 else KV_HEADS)
     vocabulary = len(_tokens())
 
     def put(name: str, rows: int, columns: int) -> None:

@@ -123,6 +123,11 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     refused(write(tmp_path / "a.gguf", has_tokenizer=False), "no tokenizer", "tokenizer.ggml")
     refused(write(tmp_path / "b.gguf", architecture="mamba"), "'mamba'", "qwen2")
     refused(write(tmp_path / "c.gguf", left_out=f"blk.{LAYERS - 1}.ffn_norm.weight"), "lacks", "layernorm")
+    changed = file.read_bytes().replace(b"a b", b"a \x7f")  # a merge of a word that is not there
+    (tmp_path / "e.gguf").write_bytes(changed)
+    refused(tmp_path / "e.gguf", "does not load")
+    write(tmp_path / "f.gguf", architecture="lfm2", is_tied=True, heads_of_keys=[0, 2, 2])
+    refused(tmp_path / "f.gguf", "does not load")
     half = {"blk.0.more.weight": (np.zeros((4, 32), np.float16), GGMLQuantizationType.F16)}
     refused(write(tmp_path / "d.gguf", others=half), "type F16", "Q4_K", "safetensors")
     refused(write(tmp_path / "e.gguf", others={"qwen2.rope.scaling.type": "yarn"}), "'yarn'", "safetensors")

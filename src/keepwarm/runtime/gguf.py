@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from keepwarm.core.identity import json_digest
-from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.filling import empty, fill, keep_maps
 from keepwarm.runtime.gguf_header import Reader, read_config, read_tokenizer
 from keepwarm.runtime.native.blocks import KINDS, Blocks, can_compute, raw_bytes
@@ -125,7 +125,9 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     try:
         model = _model(file, dtype)
         tokenizer = read_tokenizer(path, model.config)
-    except _DAMAGE as error:
+    except KeepwarmError:
+        raise
+    except Exception as error:  # damaged values reach transformers and tokenizers, which raise errors of many kinds
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
     keep_maps(model, [file.reader.map])
     return model, tokenizer
@@ -187,7 +189,8 @@ def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
 
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
-    rotary: Any = model.get_decoder().rotary_emb
+    body = model.get_decoder()
+    rotary: Any = body.pos_emb if hasattr(body, "pos_emb") else body.rotary_emb
     for name in ("inv_freq", "original_inv_freq"):
         if (table := getattr(rotary, name, None)) is not None:
             table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))

@@ -101,5 +101,23 @@ def test_what_is_not_covered_is_told() -> None:
     assert reason("olmoe") == ""
     assert "clipped" in reason("olmoe", clip_qkv=8.0)
     assert "multiple of 32" in reason("qwen3-moe", moe_intermediate_size=48)
-    assert "by groups" in reason("glm4-moe", n_group=2, topk_group=1)
     assert "activation" in reason("mixtral", hidden_act="mish")
+    assert "by groups" in reason("glm4-moe", n_group=2, topk_group=1)
+    renamed = lean_family("glm4-moe")
+    for layer in renamed.model.layers[1:]:
+        layer.mlp.gate.__class__ = type(
+            "AnotherRouter", (type(layer.mlp.gate),), {"__module__": type(renamed).__module__}
+        )
+    assert "AnotherRouter" in unsupported(renamed, [None] * 3)
+    wrong = lean_family("lfm2-moe")
+    wrong.model.layers[1].feed_forward.expert_bias = torch.nn.Buffer(torch.zeros(1))
+    assert "the router's correction of shape [1]" in unsupported(wrong, [None])
+
+
+@pytest.mark.parametrize("changes", [{"norm_topk_prob": False}, {"use_expert_bias": False}, {"num_dense_layers": 0}])
+def test_routers_of_lfm2_by_their_settings(changes: dict[str, Any]) -> None:
+    lean = Lean("lfm2-moe", torch.float32, **changes)
+    mine = lean.run(IDS, [], lean.arena(), range(len(IDS)))
+    with torch.inference_mode():
+        theirs = lean.model(torch.tensor([IDS])).logits[0]
+    assert torch.allclose(mine, theirs, atol=1e-4 * float(theirs.abs().max()))

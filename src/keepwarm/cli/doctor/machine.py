@@ -12,9 +12,8 @@ from pathlib import Path
 from keepwarm.cli import output
 from keepwarm.cli.doctor.finding import Finding
 from keepwarm.config import cache_dir
-from keepwarm.core.levels import VARIABLE
+from keepwarm.core.levels import VARIABLE, Level
 from keepwarm.errors import ConfigError
-from keepwarm.runtime.processor import cpu_flags
 
 _LITTLE_MEMORY = 2 << 30  # bytes; the demo model with its KV takes about half of it
 _CACHE_SPACE = 1 << 30  # bytes: the demo model, its download and compiled kernels
@@ -72,13 +71,12 @@ def cache_folder() -> Finding:
 
 def kernels() -> Finding:
     """Keepwarm's own kernels for the processor, compiled now if they were not yet."""
-    units = _units()
     _need_torch()  # the kernels share its OpenMP runtime
     from keepwarm.runtime.native.build import kernels as build
     from keepwarm.runtime.native.build import level
 
     try:
-        level()
+        units = _units(level())
     except ConfigError as error:
         return Finding("kernels", "fail", str(error), f"name one of them with {VARIABLE}, or unset it")
     with output.working("looking at the kernels; the first time, they are compiled"):
@@ -117,18 +115,10 @@ def device(asked: str | None) -> Finding:
     return Finding("device", "ok", detail)
 
 
-def _units() -> str:
-    """What the processor has for products of matrices, in words."""
-    flags = cpu_flags()
-    if "amx_bf16" in flags:
-        return "AMX matrix units, bfloat16 by default"
-    if "avx512_bf16" in flags:
-        return "AVX-512 with bfloat16, bfloat16 by default"
-    known = next((name for flag, name in _VECTORS.items() if flag in flags), "no vector units that Linux names")
-    return f"{known}, float32 by default"
-
-
-_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+def _units(level: Level) -> str:
+    """The instructions that compiled code takes, in words."""
+    named = f" (by ${VARIABLE})" if os.environ.get(VARIABLE) else ""
+    return f"level {level.name}{named}, {'bfloat16' if level.narrow else 'float32'} by default"
 
 
 def _cores() -> int:

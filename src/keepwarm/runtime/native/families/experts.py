@@ -9,6 +9,8 @@ import torch
 from keepwarm.runtime.native.description import Experts, LayerParts, Linear, Mlp, NotCovered, Sigmoid
 from keepwarm.runtime.native.families import llama
 
+_NOT_SOFTMAX = ("e_score_correction_bias", "expert_bias", "routed_scaling_factor")  # what other routers have
+
 
 def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
     """Return a layer's `mlp` and `experts`, from a module that is an MLP or has experts. `router` defaults to the
@@ -20,7 +22,7 @@ def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
     own = getattr(module, "shared_experts", own)
     if gate is not None and gate.bias is not None:
         raise NotCovered("a bias of a shared expert's gate")
-    by_sigmoid = sigmoid(router, getattr(module, "expert_bias", None))
+    by_sigmoid = sigmoid(module, router)
     found = Experts(
         router=routing(router),
         all=gated(module.experts),
@@ -37,18 +39,21 @@ def routing(router: Any) -> Linear:
     return Linear(router.weight.detach(), None if bias is None else bias.detach())
 
 
-_SIGMOID = {"Glm4MoeTopkRouter": 1e-20, "Lfm2MoeTopKRouter": 1e-6}  # what they add to a sum of shares, by class
-
-
-def sigmoid(router: Any, beside: torch.Tensor | None) -> Sigmoid | None:
-    """Return how a router makes shares by sigmoids; None if it takes a softmax. `beside` is a correction that its
-    module has."""
-    least = _SIGMOID.get(type(router).__name__)
-    if least is None:
+def sigmoid(module: Any, router: Any) -> Sigmoid | None:
+    """Return how a module's router makes shares by sigmoids; None if it takes a softmax."""
+    kind = type(router).__name__
+    if kind == "Glm4MoeTopkRouter":
+        groups, correction, least = router.num_group, router.e_score_correction_bias, 1e-20
+    elif kind == "Lfm2MoeTopKRouter":
+        groups, correction, least = 1, module.expert_bias if router.use_expert_bias else None, 1e-6
+    elif any(hasattr(each, name) for each in (module, router) for name in _NOT_SOFTMAX):
+        raise NotCovered(f"a router of the class {kind}")
+    else:
         return None
-    if getattr(router, "num_group", 1) != 1:
+    if groups != 1:
         raise NotCovered("experts that are chosen by groups")
-    correction = getattr(router, "e_score_correction_bias", beside)
+    if correction is not None and correction.device != router.weight.device:
+        raise NotCovered("a router's correction on another device")
     return Sigmoid(
         None if correction is None else correction.detach().float(),
         least if router.norm_topk_prob else None,

@@ -1,4 +1,5 @@
-"""LFM2: short convolutions in most layers, and attention in the others. LFM2-MoE has experts in all but the first."""
+"""LFM2: short convolutions in most layers, and attention in the others. LFM2-MoE has experts in all but
+the first few."""
 
 from __future__ import annotations
 
