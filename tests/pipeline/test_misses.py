@@ -185,6 +185,7 @@ def expect_model_miss(engine: Engine, what: str) -> None:
         assert explained.miss is not None
         assert explained.miss.reason == "model_changed"
         assert what in explained.miss.detail
+        assert ("the same ones" in explained.miss.detail) == ("another dtype" in explained.miss.detail)
 
 
 def test_other_weights_miss(store: Path, tokenizer: Any) -> None:

@@ -41,6 +41,7 @@ _CURES = {
     "kv_layout": "it was stored in another layout",
     "codec": "it was stored with another codec",
 }
+_SAME_OR_NOT = "the model's weights changed, or are the same ones in another dtype"
 _EVICTED = {
     MissReason.EVICTED: "it was stored, and evicted for space: raise max_ram or max_disk, or pin it",
     MissReason.EXPIRED: "it was stored, and its time to live ended: raise store_ttl, or retain it longer",
@@ -342,7 +343,9 @@ def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[Mi
         if not model and block.start == 0 and other:
             return MissReason.SALT, "the same tokens are stored under another salt, which is never shared"
     if models and all(models) and not salted:
-        causes = "; ".join(_CURES.get(name, name) for name in min(models, key=len))
+        changed = min(models, key=len)
+        cures = _CURES | {"weights": _SAME_OR_NOT} if "dtype" in changed else _CURES
+        causes = "; ".join(cures.get(name, name) for name in changed)
         return MissReason.MODEL, f"the same tokens are stored for another model: {causes}"
     return None
 
