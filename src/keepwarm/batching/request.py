@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -183,15 +184,17 @@ class Waiting:
         """The number of positions whose keys and values it may need; the last token's are never computed."""
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
 
-    def shares(self, other: Prefilling) -> list[Block]:
+    def shares(self, other: Prefilling) -> Sequence[Block]:
         """Return the leading blocks that this request shares with `other`, among those that `other` will have stored;
         none when `other` computes too few of their tokens to be worth a wait."""
         placed = other.opened.placed
         if placed is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
-            return []
-        common = self._common(other)
-        blocks = [block for block in placed.linked.blocks[:-1] if block.end <= common]
-        return blocks if blocks and blocks[-1].end - other.opened.plan.cached_tokens >= _WORTH_WAITING else []
+            return ()
+        blocks = placed.linked.blocks
+        count = min(bisect_right(blocks.ends, self._common(other)), len(blocks) - 1)
+        if count < 1 or blocks.ends[count - 1] - other.opened.plan.cached_tokens < _WORTH_WAITING:
+            return ()
+        return blocks[:count]
 
     def _common(self, other: Waiting) -> int:
         """Return how many leading tokens can share KV: as far as both are equal and under the same salts.
