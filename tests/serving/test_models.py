@@ -35,7 +35,7 @@ def models(saved: Callable[..., Path]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def room(models: dict[str, str]) -> int:
     """Bytes that hold one of the models, and not both."""
-    return max(map(bytes_on_disk, models.values())) * 3 // 2
+    return max(map(bytes_on_disk, models.values())) * 5 // 4
 
 
 @pytest.fixture(scope="module")
