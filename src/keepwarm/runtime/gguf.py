@@ -189,8 +189,7 @@ def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
 
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
-    body = model.get_decoder()
-    rotary: Any = body.pos_emb if hasattr(body, "pos_emb") else body.rotary_emb
+    rotary: Any = model.get_decoder().rotary_emb
     for name in ("inv_freq", "original_inv_freq"):
         if (table := getattr(rotary, name, None)) is not None:
             table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))
