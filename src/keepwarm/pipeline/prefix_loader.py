@@ -28,14 +28,13 @@ from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.placed import Placed
 from keepwarm.pipeline.snapshots import Snapshots
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.for_store import for_store
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.execute import place, prefill, relocate
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
-_COPIED = 2048  # at most this many tokens are copied for the store before the answer ends: 1 % of computing them
-_FETCHED = 256  # the same from a device, which has more arenas for the next request
 _RELINKS = 8  # a request that meets this many corrupt runs is computed in full
 
 
@@ -287,24 +286,21 @@ class PrefixLoader:
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
-        """Queue fresh blocks for the store. Copy a short range now, so that the next request can use the arena at once;
-        for a longer one the arena stays pinned until it is read."""
+        """Queue fresh blocks for the store. What it reads from the arena stays pinned until it is read."""
         arena, pool = placed.arena, self._pool
-        start, end = fresh.blocks[0].start, fresh.blocks[-1].end
         source: KVSource = arena
-        on_copied = None
-        if placed.linked.grid.inside and end - start <= (_COPIED if arena.port.is_host else _FETCHED):
-            source = arena.copy_of(start, end)
-        else:
+        end = fresh.blocks[-1].end
+        if placed.linked.grid.inside:
+            source, end = for_store(arena, fresh.blocks[0].start, end, len(placed.linked.prompt.tokens) - 1)
+        if end:
             pool.pin(arena, end)
-            on_copied = partial(pool.unpin, arena, end)
         self._archive.put(
             source,
             fresh.blocks,
             placed.linked.namespace,
             ids=fresh.ids,
             parent=fresh.parent,
-            on_copied=on_copied,
+            on_copied=partial(pool.unpin, arena, end) if end else None,
             asked=asked,
             epoch=placed.linked.epoch,
             names=self._names(placed, placed.run_tokens) if placed.plan.exactness is Exactness.EXACT else None,
