@@ -43,7 +43,7 @@ struct Adapters {
 namespace {
 
 constexpr int SUMMED = 1024;  // columns of A x that are summed apart
-constexpr int RANKS = 4, NARROWED = 4;  // ranks and rows whose sums are taken at once
+constexpr int RANKS = WHOLE ? 4 : 2, NARROWED = WHOLE ? 4 : 2;  // ranks and rows whose sums are taken at once
 
 // 16 columns of an operand's row, as floats.
 template <class X>

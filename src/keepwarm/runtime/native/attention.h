@@ -11,7 +11,7 @@ namespace {
 constexpr float NEVER = -1e30f;
 
 // Says for each lane whether it does not attend to a position.
-inline VecI unseen(int at, VecI position, int window) { return (at > position) | (at <= position - window); }
+inline VecI unseen(int at, VecI position, int window) { return (position < at) | (position - window >= at); }
 
 // Up to MOST query lanes of one key head. A lane is a row of the step with one of the key head's query heads.
 template <int CAPACITY>
@@ -105,7 +105,8 @@ inline float with_sink(const Layer& w, int head, float maximum, float total) {
 // Merges one part's softmax into a running one by log-sum-exp.
 inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
     const float top = maximum > m ? maximum : m;
-    const Vec weights = exp2v(Vec{maximum - top, m - top});  // a library's exp2 could round otherwise on another machine
+    const float below[LANES] = {maximum - top, m - top};
+    const Vec weights = exp2v(load(below));  // a library's exp2 could round otherwise on another machine
     const float a = weights[0], b = weights[1];
     total = std::fma(b, t, a * total);
     maximum = top;

@@ -3,9 +3,6 @@
 #pragma once
 
 #include "blocks.h"
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
 
 namespace {
 
@@ -35,12 +32,6 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
 inline Sums both(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
 inline Vec floats(Sums sums) { return (Vec)_mm512_cvtepi32_ps(sums); }
 inline Vec halves(const uint8_t* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-inline Vec small_floats(const uint8_t* p) {
-    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-inline Vec signed_floats(const uint8_t* p) {
-    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
 #elif defined(__AVX2__) && defined(__F16C__)
 struct Bytes { __m256i h[2]; };  // each half has the codes of 8 outputs
 using Sums = Bytes;
@@ -77,20 +68,10 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
     return sums;
 }
 inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
-inline Vec vector_of(__m256 low, __m256 high) {
-    Vec v;
-    std::memcpy(&v, &low, sizeof low), std::memcpy((char*)&v + sizeof low, &high, sizeof high);
-    return v;
-}
-inline Vec floats(Sums s) { return vector_of(_mm256_cvtepi32_ps(s.h[0]), _mm256_cvtepi32_ps(s.h[1])); }
+inline Vec floats(Sums s) { return {(Floats)_mm256_cvtepi32_ps(s.h[0]), (Floats)_mm256_cvtepi32_ps(s.h[1])}; }
 inline Vec halves(const uint8_t* p) {
-    return vector_of(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1)));
-}
-inline Vec small_floats(const uint8_t* p) {
-    return floats({_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
-}
-inline Vec signed_floats(const uint8_t* p) {
-    return floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
+    const __m128i* const at = (const __m128i*)p;
+    return {(Floats)_mm256_cvtph_ps(_mm_loadu_si128(at)), (Floats)_mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 struct Bytes { uint8x16_t q[4]; };  // of 4 outputs each
@@ -127,21 +108,14 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
 }
 inline Sums both(Sums a, Sums b) { for (int i = 0; i < 4; i++) a.q[i] = vaddq_s32(a.q[i], b.q[i]); return a; }
 inline Vec floats(Sums s) {
-    const float32x4_t parts[] = {vcvtq_f32_s32(s.q[0]), vcvtq_f32_s32(s.q[1]), vcvtq_f32_s32(s.q[2]), vcvtq_f32_s32(s.q[3])};
-    Vec v;
-    std::memcpy(&v, parts, sizeof v);
-    return v;
+    const auto part = [&](int i) { return (Floats)vcvtq_f32_s32(s.q[i]); };
+    return {{part(0), part(1)}, {part(2), part(3)}};
 }
 inline Vec halves(const uint8_t* p) {
     const float16x8_t low = vreinterpretq_f16_u8(vld1q_u8(p)), high = vreinterpretq_f16_u8(vld1q_u8(p + 16));
-    const float32x4_t parts[] = {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
-                                 vcvt_high_f32_f16(high)};
-    Vec v;
-    std::memcpy(&v, parts, sizeof v);
-    return v;
+    return {{(Floats)vcvt_f32_f16(vget_low_f16(low)), (Floats)vcvt_high_f32_f16(low)},
+            {(Floats)vcvt_f32_f16(vget_low_f16(high)), (Floats)vcvt_high_f32_f16(high)}};
 }
-inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = p[o]; return v; }
-inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
 #else
 struct Bytes { uint8_t v[64]; };
 using Sums = VecI;
@@ -155,21 +129,24 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes b) {
     for (int i = 0; i < 64; i++) low.v[i] |= b.v[i] & MASK;
     return low;
 }
-inline Sums sums_from(int32_t x) { return x - VecI{}; }
+inline Sums sums_from(int32_t x) { return filled<VecI>(x); }
 template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    int32_t sum[LANES];
+    to_memory(sum, sums);
     for (int o = 0; o < LANES; o++)
-        for (int i = 0; i < 4; i++) sums[o] += codes.v[o * 4 + i] * x[i];
-    return sums;
+        for (int i = 0; i < 4; i++) sum[o] += codes.v[o * 4 + i] * x[i];
+    return of_memory<VecI>(sum);
 }
 inline Sums both(Sums a, Sums b) { return a + b; }
-inline Vec floats(Sums sums) { return __builtin_convertvector(sums, Vec); }
+inline Vec floats(Sums sums) { return to_floats(sums); }
 inline Vec halves(const uint8_t* p) {
-    Vec v;
+    float v[LANES];
     for (int o = 0; o < LANES; o++) v[o] = widened_half(p[2 * o] | p[2 * o + 1] << 8);
-    return v;
+    return load(v);
 }
-inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = p[o]; return v; }
-inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
 #endif
+
+inline Vec small_floats(const uint8_t* p) { return to_floats(of_bytes<VecI>(p)); }
+inline Vec signed_floats(const uint8_t* p) { return to_floats(of_signed_bytes(p)); }
 
 }  // namespace

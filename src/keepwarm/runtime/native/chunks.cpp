@@ -84,8 +84,8 @@ void score_part(const Seen& s, int head, int64_t from, int64_t to, const float* 
             for (int d = 0; d < s.dim; d += LANES) store(wide + row * s.dim + d, load(key + d));
         }
         int lane = 0;
-        for (; lane + 3 * LANES <= lanes; lane += 3 * LANES) score<3>(wide, queries + lane, s.dim, lanes, scores + lane);
-        for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) score<2>(wide, queries + lane, s.dim, lanes, scores + lane);
+        for (; WHOLE && lane + 3 * LANES <= lanes; lane += 3 * LANES) score<3>(wide, queries + lane, s.dim, lanes, scores + lane);
+        for (; WHOLE && lane + 2 * LANES <= lanes; lane += 2 * LANES) score<2>(wide, queries + lane, s.dim, lanes, scores + lane);
         for (; lane < lanes; lane += LANES) score<1>(wide, queries + lane, s.dim, lanes, scores + lane);
         for (int64_t row = 0; at + ROWS > lowest && row < ROWS; row++)
             for (lane = 0; lane < lanes; lane++)
@@ -135,7 +135,7 @@ void see(const Seen& s, int threads) {
                     Vec total{};
                     for (int64_t t = 0; t < many(part); t++) {
                         float* at = scored(part, head) + t * lanes + lane;
-                        const Vec score = load(at), weight = score > splat(NEVER) ? exp2v(score - high) : Vec{};
+                        const Vec score = load(at), weight = pick(score > splat(NEVER), exp2v(score - high), Vec{});
                         store(at, weight), total += weight;
                     }
                     store(&sums[part * each + head * lanes + lane], total);
@@ -200,7 +200,7 @@ void smoothed(const float* smooth, int64_t known, const float* changes, int64_t 
         const float* weights[ROWS];
         for (int64_t i = 0; i < ROWS; i++) weights[i] = smooth + std::min(row + i, known) * known;
         int64_t d = 0;
-        for (; d + 4 * LANES <= dim; d += 4 * LANES) product<4>(changes + d, dim, weights, known, into + d);
+        for (; WHOLE && d + 4 * LANES <= dim; d += 4 * LANES) product<4>(changes + d, dim, weights, known, into + d);
         for (; d < dim; d += LANES) product<1>(changes + d, dim, weights, known, into + d);
     }
 }

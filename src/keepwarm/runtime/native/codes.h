@@ -42,15 +42,20 @@ inline float widen(uint16_t half) {
 #endif
 }
 
-inline Vec widen(VecH halves) {
+INLINE Floats widen(Shorts halves) {
 #if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps((__m256i)halves);
+    return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(__ARM_NEON)
+    return (Floats)vcvt_f32_f16((float16x4_t)halves);
 #else
-    Vec v;
-    for (int i = 0; i < LANES; i++) v[i] = widen((uint16_t)halves[i]);
+    Floats v;
+    for (int i = 0; i < REGISTER; i++) v[i] = widen((uint16_t)halves[i]);
     return v;
 #endif
 }
+template <int N> INLINE Halves<float, N> widen(Halves<uint16_t, N> halves) { return {widen(halves.low), widen(halves.high)}; }
 
 enum Kind { INT4, INT8, FP8 };
 
@@ -58,27 +63,21 @@ enum Kind { INT4, INT8, FP8 };
 // never NaN) becomes the upper byte of a float16. Its exponent has a bias of 7 instead of 15, hence the factor 2^8.
 template <Kind KIND>
 inline Vec codes16(const uint8_t* in) {
-    typedef uint8_t VecB __attribute__((vector_size(LANES)));
-    VecB codes;
+    uint8_t codes[LANES];
     if (KIND == INT4) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
         const __m128i both = _mm_loadl_epi64((const __m128i*)in), mask = _mm_set1_epi8(15);
-        codes = (VecB)_mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+        _mm_storeu_si128((__m128i*)codes, _mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask)));
 #else
         for (int i = 0; i < LANES / 2; i++) codes[2 * i] = in[i] & 15, codes[2 * i + 1] = in[i] >> 4;
 #endif
-    } else {
-        std::memcpy(&codes, in, sizeof codes);
+        in = codes;
     }
     if (KIND == FP8) {
-        const VecH wide = __builtin_convertvector(codes, VecH);
-        return widen((wide & 0x80) << 8 | (wide & 0x7f) << 7) * splat(256.f);
+        const VecU wide = of_bytes<VecU>(in);
+        return widen(to_shorts((wide & 0x80) << 8 | (wide & 0x7f) << 7)) * splat(256.f);
     }
-#if defined(__AVX512F__)
-    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
-#else
-    return __builtin_convertvector(__builtin_convertvector(codes, VecI), Vec);
-#endif
+    return to_floats(of_bytes<VecI>(in));
 }
 
 // One head's part of an encoded block: scales and zeros in float16, then codes, then the rows in full precision.
@@ -100,9 +99,8 @@ struct EncodedHead {
 inline void spread(const EncodedHead& head, const uint8_t* set, int dim, float* out) {
     uint16_t half;
     if (!head.values) {
-        VecH halves;
         int d = 0;
-        for (; d + LANES <= dim; d += LANES) std::memcpy(&halves, set + 2 * d, sizeof halves), store(out + d, widen(halves));
+        for (; d + LANES <= dim; d += LANES) store(out + d, widen(of_memory<VecH>((const uint16_t*)(set + 2 * d))));
         for (; d < dim; d++) std::memcpy(&half, set + 2 * d, 2), out[d] = widen(half);
         return;
     }

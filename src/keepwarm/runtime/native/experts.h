@@ -59,7 +59,7 @@ inline void choose(const Experts& e, float* score, int across, int32_t* expert, 
     for (int i = 0; i < across; i++) score[i] = i < e.count && (e.over_all || taken[i]) ? (score[i] - top) * 1.44269504f : -200.f;
     Vec total{};
     for (int i = 0; i < across; i += LANES) {
-        const Vec s = load(score + i), weight = s < splat(-126.f) ? Vec{} : exp2v(s);
+        const Vec s = load(score + i), weight = pick(s < splat(-126.f), Vec{}, exp2v(s));
         store(score + i, weight);
         total += weight;
     }

@@ -31,7 +31,7 @@ inline void weigh(const float* s, float* p, int count, int first, const VecI* po
     for (int t = 0; t < count; t++)
         for (int v = 0; v < VL; v++) {
             Vec weight = exp2v(load(s + (t * VL + v) * LANES) - top[v]);
-            if (masked) weight = unseen(first + t, position[v], window) ? Vec{} : weight;
+            if (masked) weight = pick(unseen(first + t, position[v], window), Vec{}, weight);
             total[v] += weight;
             store(p + (t * VL + v) * LANES, weight);
         }
@@ -61,8 +61,8 @@ inline void weigh(const float* s, Pair* p, int count, int first, const VecI* pos
             const float* at = s + (t * VL + v) * LANES;
             Vec a = exp2_short(load(at) - top[v]), b = t + 1 < count ? exp2_short(load(at + VL * LANES) - top[v]) : Vec{};
             if (masked) {
-                a = unseen(first + t, position[v], window) ? Vec{} : a;
-                b = unseen(first + t + 1, position[v], window) ? Vec{} : b;
+                a = pick(unseen(first + t, position[v], window), Vec{}, a);
+                b = pick(unseen(first + t + 1, position[v], window), Vec{}, b);
             }
             total[v] += a, odd[v] += b;
             store(p + (t / 2 * VL + v) * LANES, paired(a, b));
@@ -78,20 +78,23 @@ inline Vec decay(Pair*, Vec x) { return exp2_short(x); }
 template <int LB, int DV, class X>
 inline void gather(const X* p, int stride, const float* factor, const X* const* values, int count, float* const* acc) {
     constexpr int ROWS = PAGE / Operand<X>::MANY;  // operands of a page, per dim
-    Vec sums[LB][DV];
-    for (int i = 0; i < LB; i++)
-        for (int d = 0; d < DV; d++) sums[i][d] = acc[i] ? load(acc[i] + d * LANES) * splat(factor[i]) : Vec{};
-    for (int t = 0; t < count; t++) {
-        const X* value = values[t / ROWS] + (t % ROWS) * DV * LANES;
-        Vec row[DV];
-        for (int d = 0; d < DV; d++) row[d] = load(value + d * LANES);
-        for (int i = 0; i < LB; i++) {
-            const Vec weight = Operand<X>::splat(p + t * stride + i);
-            for (int d = 0; d < DV; d++) sums[i][d] = Operand<X>::add(weight, row[d], sums[i][d]);
+    constexpr int ONCE = WHOLE ? DV : 1;           // vectors of a value that are handled at once
+    for (int from = 0; from < DV; from += ONCE) {
+        Vec sums[LB][ONCE];
+        for (int i = 0; i < LB; i++)
+            for (int d = 0; d < ONCE; d++) sums[i][d] = acc[i] ? load(acc[i] + (from + d) * LANES) * splat(factor[i]) : Vec{};
+        for (int t = 0; t < count; t++) {
+            const X* value = values[t / ROWS] + ((t % ROWS) * DV + from) * LANES;
+            Vec row[ONCE];
+            for (int d = 0; d < ONCE; d++) row[d] = load(value + d * LANES);
+            for (int i = 0; i < LB; i++) {
+                const Vec weight = Operand<X>::splat(p + t * stride + i);
+                for (int d = 0; d < ONCE; d++) sums[i][d] = Operand<X>::add(weight, row[d], sums[i][d]);
+            }
         }
+        for (int i = 0; i < LB; i++)
+            for (int d = 0; d < ONCE && acc[i]; d++) store(acc[i] + (from + d) * LANES, sums[i][d]);
     }
-    for (int i = 0; i < LB; i++)
-        for (int d = 0; d < DV && acc[i]; d++) store(acc[i] + d * LANES, sums[i][d]);
 }
 
 // Caps the scores of a unit, and finds each lane's highest score again. It is no part of the loop that computes the
@@ -102,7 +105,7 @@ __attribute__((noinline)) void cap_scores(float* score, int count, float cap, co
     for (int t = 0; t < count; t++)
         for (int v = 0; v < VL; v++) {
             float* const at = score + (t * VL + v) * LANES;
-            const Vec s = load(at), value = s > splat(NEVER / 2) ? capped(s, cap) : s;
+            const Vec s = load(at), value = pick(s > splat(NEVER / 2), capped(s, cap), s);
             store(at, value);
             top[v] = max(top[v], value);
         }
@@ -114,7 +117,8 @@ template <int VL, int DV, class X>
 void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
             int count, int first, const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total,
             float* const* acc) {
-    constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY, KEYS = 4;  // KEYS keys are handled at once
+    constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY;
+    constexpr int KEYS = 4, ONCE = WHOLE ? VL : 1;  // keys, and vectors of lanes, whose scores are computed at once
     alignas(64) float score[UNIT * VL * LANES];
     alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run past the end
     Vec top[VL];
@@ -124,21 +128,24 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         for (int kv = 0; kv < 2; kv++)  // the next unit is fetched while this one is computed
             for (int at = 0; at < KEYS * row_bytes; at += 64)
                 __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * row_bytes + at);
-        Vec s[KEYS][VL] = {};
-        for (int d = 0; d < DIM; d++) {
-            Vec a[VL];
-            for (int v = 0; v < VL; v++) a[v] = load(q + (d * VL + v) * LANES);
-            for (int j = 0; j < KEYS; j++) {
-                const Vec b = Operand<X>::splat(k + j * DIM + d);
-                for (int v = 0; v < VL; v++) s[j][v] = Operand<X>::add(a[v], b, s[j][v]);
+        for (int from = 0; from < VL; from += ONCE) {
+            Vec s[KEYS][ONCE] = {};
+            for (int d = 0; d < DIM; d++) {
+                Vec a[ONCE];
+                for (int v = 0; v < ONCE; v++) a[v] = load(q + (d * VL + from + v) * LANES);
+                for (int j = 0; j < KEYS; j++) {
+                    const Vec b = Operand<X>::splat(k + j * DIM + d);
+                    for (int v = 0; v < ONCE; v++) s[j][v] = Operand<X>::add(a[v], b, s[j][v]);
+                }
             }
+            for (int j = 0; j < KEYS && t + j < count; j++)
+                for (int v = 0; v < ONCE; v++) {
+                    const int at = from + v;
+                    if (masked) s[j][v] = pick(unseen(first + t + j, position[at], window), splat(NEVER), s[j][v]);
+                    store(score + ((t + j) * VL + at) * LANES, s[j][v]);
+                    top[at] = max(top[at], s[j][v]);
+                }
         }
-        for (int j = 0; j < KEYS && t + j < count; j++)
-            for (int v = 0; v < VL; v++) {
-                if (masked) s[j][v] = unseen(first + t + j, position[v], window) ? splat(NEVER) : s[j][v];
-                store(score + ((t + j) * VL + v) * LANES, s[j][v]);
-                top[v] = max(top[v], s[j][v]);
-            }
     }
     if (cap) cap_scores<VL>(score, count, cap, maximum, top);
     alignas(64) float factor[VL * LANES + LANES];
@@ -149,7 +156,7 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         maximum[v] = top[v];
     }
     weigh<VL>(score, weight, count, first, position, window, masked, top, total);
-    constexpr int MOST = DV <= 4 ? 6 : DV <= 8 ? 3 : 1;  // lanes that are handled at once
+    constexpr int MOST = DV <= 4 || !WHOLE ? 6 : DV <= 8 ? 3 : 1;  // lanes that are handled at once
     const int operands = (count + MANY - 1) / MANY;
     for (int lane = 0; lane < VL * LANES && acc[lane]; lane += MOST) {
         if (MOST == 6 && !acc[lane + 3])
@@ -186,7 +193,7 @@ void walk(const Model& m, const Step& s, Lanes<T, X, DV>& l, const Work& work, i
     VecI position[BLOCK];
     Vec maximum[BLOCK], total[BLOCK];
     for (int v = 0; v < l.vl; v++) {
-        std::memcpy(&position[v], l.where + v * LANES, sizeof(VecI));
+        position[v] = of_memory<VecI>(l.where + v * LANES);
         maximum[v] = load(l.maximum + v * LANES), total[v] = load(l.total + v * LANES);
     }
     for (int unit = from; unit < to; unit++) {

@@ -268,7 +268,9 @@ inline void bring(const Model& m, const Region& from, int64_t row, const Region&
 template <bool SCALED>
 inline void put_sums(Vec value, float* y, const float* bias, float factor, bool add, int columns) {
     if (columns < LANES) {  // the last columns of an odd width
-        for (int n = 0; n < columns; n++) y[n] = (value[n] + (bias ? bias[n] : 0.f)) * (SCALED ? factor : 1.f) + (add ? y[n] : 0.f);
+        float of[LANES];
+        store(of, value);
+        for (int n = 0; n < columns; n++) y[n] = (of[n] + (bias ? bias[n] : 0.f)) * (SCALED ? factor : 1.f) + (add ? y[n] : 0.f);
         return;
     }
     if (bias) value += load(bias);

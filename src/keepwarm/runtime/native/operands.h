@@ -33,8 +33,8 @@ template <> struct Operand<Pair> {
     static Vec add(Vec a, Vec b, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 };
 
-inline Vec load(const Pair* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
-inline void store(Pair* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+INLINE Vec load(const Pair* p) { return of_memory<Vec>(p); }
+INLINE void store(Pair* p, Vec v) { to_memory(p, v); }
 #endif
 
 #if defined(__AVX512BF16__)

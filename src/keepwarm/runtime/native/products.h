@@ -18,9 +18,9 @@ constexpr int CACHED = 512 << 10;  // bytes of rows that are used at once: at mo
 
 template <class X>
 struct PlainRows {  // [rows, width]
-    static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
+    static constexpr int BLOCK = WHOLE ? 12 : 6, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
-    static constexpr int KEPT = MANY == 1 ? 2 * BLOCK : 4;  // for more rows, weights may be widened or unpacked once
+    static constexpr int KEPT = MANY == 1 ? 24 : 4;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     X* p = nullptr;
     int64_t width = 0;  // in operands
@@ -34,9 +34,28 @@ struct PlainRows {  // [rows, width]
     void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
 };
 
+// Sets `to` to the sums of MB rows with one panel of 16 columns.
+template <int MB, class X, class W>
+inline void panel_sums(const PlainRows<X>& x, int row, const W* panel, const W* next, int each, Vec* to) {
+    Vec sums[MB] = {};
+    const X* p = x.p + row * x.width;
+    for (int64_t i = 0; i < x.width; i++) {
+        if (next) __builtin_prefetch((const char*)next + i * each, 0, 2);
+        const Vec w = load(panel + i * LANES);
+        for (int m = 0; m < MB; m++) sums[m] = Operand<X>::add(Operand<X>::splat(p + m * x.width + i), w, sums[m]);
+    }
+    for (int m = 0; m < MB; m++) to[m] = sums[m];
+}
+
 // Gives the sums of MB rows with two panels of 16 columns to `take(row, left 16, right 16)`.
 template <int MB, class X, class W, class Take>
 inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, Take take) {
+    if constexpr (!WHOLE && MB > 3) {  // there are no registers for the sums of both
+        Vec left[MB], right[MB];
+        panel_sums<MB>(x, row, w.left, w.next_left, w.each, left), panel_sums<MB>(x, row, w.right, w.next_right, w.each, right);
+        for (int m = 0; m < MB; m++) take(row++, left[m], right[m]);
+        return;
+    }
     Vec sums[MB][2] = {};
     const X* p = x.p + row * x.width;
     for (int64_t i = 0; i < x.width; i++) {
@@ -56,7 +75,8 @@ inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, T
 template <int BLOCK, class Some>
 inline void by_blocks(const int& row, int to, Some rows) {
     while (to - row >= BLOCK) rows(Count<BLOCK>{});
-    if (to - row >= 8) rows(Count<8>{});
+    if constexpr (BLOCK > 8)
+        if (to - row >= 8) rows(Count<8>{});
     if (to - row >= 4) rows(Count<4>{});
     switch (to - row) {
         case 3: return rows(Count<3>{});
@@ -210,8 +230,8 @@ template <int KIND>
 inline Vec gated_value(const Model& m, Vec gate, Vec up) {
     if constexpr (KIND == CLAMPED) {
         const Vec limit = splat(m.limit), least = splat(-m.limit);
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : max(up, least);
+        gate = pick(gate > limit, limit, gate);
+        up = pick(up > limit, limit, max(up, least));
         return (up + splat(1.f)) * gate * (splat(1.f) / (splat(1.f) + exp2v(gate * splat(m.alpha * -1.44269504f))));
     } else {
         return activated<KIND>(gate) * up;

@@ -33,22 +33,23 @@ inline int32_t add_up(const int8_t* x, int n) {
 }
 
 inline void round_block(Vec first, Vec second, Rounded& to) {
-    alignas(64) float value[COLUMNS];
-    store(value, first), store(value + LANES, second);
-    float most = 0;
+    const Vec sizes = max(as_floats(as_ints(first) & 0x7fffffff), as_floats(as_ints(second) & 0x7fffffff));
 #if defined(__AVX512F__)
-    most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps((__m512)first), _mm512_abs_ps((__m512)second)));
+    const float most = _mm512_reduce_max_ps((__m512)sizes);
 #else
-    for (int i = 0; i < COLUMNS; i++) most = std::fabs(value[i]) > most ? std::fabs(value[i]) : most;
+    float most = 0, size[LANES];
+    store(size, sizes);
+    for (int i = 0; i < LANES; i++) most = size[i] > most ? size[i] : most;
 #endif
     const float by = most > 1e-30f ? 127.f / most : 0.f;
 #if defined(__AVX512F__)
-    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)first, _mm512_set1_ps(by)));
-    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)second, _mm512_set1_ps(by)));
+    const __m512i a = (__m512i)rounded(first * splat(by)), b = (__m512i)rounded(second * splat(by));
     _mm_store_si128((__m128i*)to.x, _mm512_cvtepi32_epi8(a)), _mm_store_si128((__m128i*)(to.x + LANES), _mm512_cvtepi32_epi8(b));
     const int32_t left = _mm512_reduce_add_epi32(a), right = _mm512_reduce_add_epi32(b);
 #else
-    for (int i = 0; i < COLUMNS; i++) to.x[i] = (int8_t)std::nearbyint(value[i] * by);
+    int32_t value[COLUMNS];
+    to_memory(value, rounded(first * splat(by))), to_memory(value + LANES, rounded(second * splat(by)));
+    for (int i = 0; i < COLUMNS; i++) to.x[i] = (int8_t)value[i];
     const int32_t left = add_up(to.x, LANES), right = add_up(to.x + LANES, LANES);
 #endif
     to.scale = by ? most / 127.f : 0.f;
@@ -99,11 +100,7 @@ inline Vec floats_at(const uint8_t* p) {
 
 // Returns the scales that `pack_int4_scales` packed.
 inline Vec long_scales(const uint8_t* p) {
-    typedef uint8_t Small __attribute__((vector_size(LANES)));
-    VecH high;
-    Small low;
-    std::memcpy(&high, p, sizeof high), std::memcpy(&low, p + sizeof high, sizeof low);
-    return (Vec)(__builtin_convertvector(high, VecU) << 16 | __builtin_convertvector(low, VecU) << 8);
+    return as_floats(to_words(of_memory<VecH>((const uint16_t*)p)) << 16 | of_bytes<VecU>(p + sizeof(VecH)) << 8);
 }
 
 // Walks a panel block by block. After a call of `next`, `code` and `scale` are those of the block it was called for.
@@ -278,11 +275,13 @@ inline void look_up(const uint8_t* panel, int o, int width, float factor, float*
         for (int64_t b = 0; b < blocks_of(width); b++) {
             f.next(b);
             alignas(64) uint8_t code[8][64];
+            float of[3][LANES];
             std::memcpy(code, f.code, sizeof code);
+            store(of[0], f.scale), store(of[1], f.other), store(of[2], f.least);
             for (int c = 0; c < COLUMNS; c++) {
-                const float scale = f.SPLIT && c >= LANES ? f.other[o] : f.scale[o];
+                const float scale = of[f.SPLIT && c >= LANES][o];
                 const float value = scale * (code[c / 4][o * 4 + c % 4] - f.SHAPE.less);
-                to[b * COLUMNS + c] = (f.SHAPE.least ? value - f.least[o] : value) * factor;
+                to[b * COLUMNS + c] = (f.SHAPE.least ? value - of[2][o] : value) * factor;
             }
         }
     }
