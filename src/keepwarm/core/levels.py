@@ -18,7 +18,7 @@ VARIABLE = "KEEPWARM_KERNELS"  # names the level that a process takes
 DELIVERED = "delivered"  # folder beside the sources: a wheel's libraries, by level
 QUANTIZED = "QUANTIZED"  # defined for products with weights in blocks of few bits
 ADAPTERS = "ADAPTERS"  # defined for steps whose rows each have an adapter of their own
-TILES, PAIRS = "TILES", "PAIRS"  # defined for bfloat16 by the matrix units (AMX), and by pairs (AVX512_BF16)
+TILES, PAIRS = "TILES", "PAIRS"  # defined for bfloat16 by the matrix units (AMX), and by pairs (AVX512_BF16, arm64's bf16)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,13 @@ LEVELS = (  # of each machine the best one first
     _x86("avx512-vnni", _VNNI),
     _x86("avx512", _AVX512),
     _x86("avx2", _AVX2),
+    Level(
+        "neon-bf16",
+        "aarch64",
+        frozenset(_DOTPROD | {"i8mm", "bf16"}),
+        ("-march=armv8.2-a+fp16+dotprod+i8mm+bf16",),
+        PAIRS,
+    ),
     Level("neon-i8mm", "aarch64", frozenset(_DOTPROD | {"i8mm"}), ("-march=armv8.2-a+fp16+dotprod+i8mm",)),
     Level("neon-dotprod", "aarch64", frozenset(_DOTPROD), ("-march=armv8.2-a+fp16+dotprod",)),
     Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),

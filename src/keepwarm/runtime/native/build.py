@@ -111,7 +111,7 @@ def levels_here() -> list[Level]:
 def _native() -> Level:
     """What this processor has, as the compiler finds out."""
     flags = NATIVE.flags if machine() == "x86_64" else ("-mcpu=native",)
-    pairs = PAIRS if "avx512_bf16" in cpu_flags() else ""
+    pairs = PAIRS if cpu_flags() & {"avx512_bf16", "bf16"} else ""
     return replace(NATIVE, flags=flags, narrow=TILES if _may_use_tiles() else pairs)
 
 

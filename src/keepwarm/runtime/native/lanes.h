@@ -45,9 +45,8 @@ inline const Pair* key_rows(const bf16* p, int, Pair*) { return (const Pair*)p; 
 inline const Pair* value_rows(const bf16* p, int dim, int count, Pair* scratch) {
     for (int t = 0; t < count; t += 2)
         for (int d = 0; d < dim; d += LANES) {  // what follows the last position may be anything
-            const __m256i a = _mm256_loadu_si256((const __m256i*)(p + t * dim + d));
-            const __m256i b = t + 1 < count ? _mm256_loadu_si256((const __m256i*)(p + (t + 1) * dim + d)) : __m256i{};
-            store(scratch + t / 2 * dim + d, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)));
+            const VecH a = of_memory<VecH>(p + t * dim + d), b = t + 1 < count ? of_memory<VecH>(p + (t + 1) * dim + d) : VecH{};
+            store(scratch + t / 2 * dim + d, paired(a, b));
         }
     return scratch;
 }

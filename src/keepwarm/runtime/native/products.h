@@ -20,7 +20,7 @@ template <class X>
 struct PlainRows {  // [rows, width]
     static constexpr int BLOCK = WHOLE ? 12 : 6, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
-    static constexpr int KEPT = MANY == 1 ? 24 : 4;  // for more rows, weights may be widened or unpacked once
+    static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     X* p = nullptr;
     int64_t width = 0;  // in operands
@@ -156,11 +156,12 @@ inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& le
     for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
 }
 
-// The first block of rows unpacks the panels. The others find them in this thread's room.
+// The first block of rows unpacks the panels, unless it has no registers for the sums of both. Others find them in this
+// thread's room.
 template <class Take>
 void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
     alignas(64) bf16 passing[2 * AT_ONCE * 2 * LANES];
-    const bool keeps = blocks_of_rows<PlainRows<Pair>::BLOCK>(to - from) > 1;
+    const bool keeps = to - from > x.KEPT && (!WHOLE || blocks_of_rows<PlainRows<Pair>::BLOCK>(to - from) > 1);
     const int64_t places = keeps ? x.elements() : AT_ONCE * 2 * LANES;
     bf16 *const room = keeps ? (bf16*)thread_room(places) : passing, *const second = room + places;
     PanelReader left(*w.left, room, places), right(*w.right, second, places);
@@ -171,8 +172,9 @@ void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPane
     const Pair* later = nullptr;
     if (keeps) later = std::exchange(whole.next_right, nullptr);  // as above
     int row = from;
+    if (keeps && !WHOLE) left.take(x.elements() / GROUP), right.take(x.elements() / GROUP);
     by_blocks<PlainRows<Pair>::BLOCK>(row, to, [&](auto count) {
-        if (row == from) unpacked_product<count>(x, row, left, right, whole, take);
+        if (row == from && (WHOLE || !keeps)) unpacked_product<count>(x, row, left, right, whole, take);
         else plain_product<count>(x, row, whole, take);
         whole.next_left = nullptr, whole.next_right = std::exchange(later, nullptr);
     });

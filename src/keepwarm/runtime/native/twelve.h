@@ -116,7 +116,39 @@ inline float* thread_room(int64_t size) noexcept {
 // Returns the bytes of 32 weights, a vector, in a panel.
 inline int vector_bytes(const WeightPanel& panel) { return panel.others ? PACKED : 64; }
 
+#if defined(__AVX512BW__) || defined(__ARM_NEON)
 #if defined(__AVX512BW__)
+using Table = __m512i;  // the upper bytes by code, in each quarter
+inline Table table_of(const uint8_t* upper) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)upper)); }
+
+// Unpacks a group.
+inline void unpack(const uint8_t* from, Table upper, bf16* to) {
+    const __m512i codes = _mm512_loadu_si512(from), low = _mm512_set1_epi8(15);
+    const __m512i lower[2] = {_mm512_loadu_si512(from + 64), _mm512_loadu_si512(from + 128)};
+    const __m512i high[2] = {_mm512_shuffle_epi8(upper, _mm512_and_si512(codes, low)),
+                             _mm512_shuffle_epi8(upper, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low))};
+    for (int half = 0; half < 2; half++) {
+        _mm512_storeu_si512(to + half * 64, _mm512_unpacklo_epi8(lower[half], high[half]));
+        _mm512_storeu_si512(to + half * 64 + 32, _mm512_unpackhi_epi8(lower[half], high[half]));
+    }
+}
+#else
+using Table = uint8x16_t;
+inline Table table_of(const uint8_t* upper) { return vld1q_u8(upper); }
+
+inline void unpack(const uint8_t* from, Table upper, bf16* to) {
+    for (int quarter = 0; quarter < 4; quarter++) {
+        const uint8x16_t codes = vld1q_u8(from + quarter * 16);
+        const uint8x16_t high[2] = {vqtbl1q_u8(upper, vandq_u8(codes, vdupq_n_u8(15))), vqtbl1q_u8(upper, vshrq_n_u8(codes, 4))};
+        for (int half = 0; half < 2; half++) {
+            const uint8x16_t lower = vld1q_u8(from + 64 + half * 64 + quarter * 16);
+            uint8_t* const at = (uint8_t*)(to + half * 64 + quarter * 8);
+            vst1q_u8(at, vzip1q_u8(lower, high[half])), vst1q_u8(at + 64, vzip2q_u8(lower, high[half]));
+        }
+    }
+}
+#endif
+
 // Reads a panel, some groups at a time.
 class PanelReader {
     const uint32_t* other;
@@ -124,27 +156,14 @@ class PanelReader {
     const int64_t places;
     int64_t place = 0;
     uint32_t limit = 0;  // the first number behind what was read, as in the list
-    const __m512i upper;
-
-    inline void unpack(bf16* to) {
-        const __m512i codes = _mm512_loadu_si512(from), low = _mm512_set1_epi8(15);
-        const __m512i lower[2] = {_mm512_loadu_si512(from + 64), _mm512_loadu_si512(from + 128)};
-        const __m512i high[2] = {_mm512_shuffle_epi8(upper, _mm512_and_si512(codes, low)),
-                                 _mm512_shuffle_epi8(upper, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low))};
-        for (int half = 0; half < 2; half++) {
-            _mm512_storeu_si512(to + half * 64, _mm512_unpacklo_epi8(lower[half], high[half]));
-            _mm512_storeu_si512(to + half * 64 + 32, _mm512_unpackhi_epi8(lower[half], high[half]));
-        }
-        from += GROUP_BYTES;
-    }
+    const Table upper;
 
 public:
     const uint8_t* from;
 
     // Unpacks to `room` for `places` weights, one behind the other. Where it ends, they begin anew.
     PanelReader(const WeightPanel& panel, bf16* room, int64_t places)
-        : other(panel.others), room(room), places(places), upper(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)panel.upper))),
-          from(panel.at) {}
+        : other(panel.others), room(room), places(places), upper(table_of(panel.upper)), from(panel.at) {}
 
     // Returns the weights of the next `groups` groups. They must not reach over the end of the room.
     const bf16* take(int groups) {
@@ -154,7 +173,7 @@ public:
             from += groups * GROUP * 2;
             return there;
         }
-        for (int i = 0; i < groups; i++) unpack(to + i * GROUP);
+        for (int i = 0; i < groups; i++, from += GROUP_BYTES) unpack(from, upper, to + i * GROUP);
         const uint32_t begin = limit >> 8;
         for (limit += (uint32_t)groups * GROUP << 8; *other < limit; other++)
             ((uint8_t*)(to + ((*other >> 8) - begin)))[1] = (uint8_t)*other;
