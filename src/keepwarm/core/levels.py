@@ -62,6 +62,7 @@ LEVELS = (  # of each machine the best one first
     _x86("avx512-bf16", _BF16, PAIRS, tune="znver3"),  # mostly Zen 4 and 5, which GCC 12 does not know: 2 % of a step
     _x86("avx512-vnni", _VNNI),
     _x86("avx512", _AVX512),
+    _x86("avx2-vnni", _AVX2 | {"avx_vnni": "-mavxvnni"}),
     _x86("avx2", _AVX2),
     Level(
         "neon-bf16",

@@ -39,10 +39,11 @@ needs_level = pytest.mark.skipif(not HERE or compiled is None, reason="no level 
 
 
 def test_a_level_has_what_lower_ones_have() -> None:
-    """So the best one that a processor has is the first one that it has."""
+    """So the best one that a processor has is the first one that it has. AVX-512 does without AVX-VNNI, which many
+    processors with it lack."""
     for machine in ("x86_64", "aarch64"):
         needs = [level.needs for level in levels.levels_of(machine)]
-        assert all(better > lower for better, lower in pairwise(needs))
+        assert all(better > lower - {"avx_vnni"} for better, lower in pairwise(needs))
 
 
 @needs_level

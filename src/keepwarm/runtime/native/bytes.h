@@ -1,5 +1,5 @@
 // Vectors of 64 codes, four columns of 16 outputs, and the 16 sums of their products. There are four versions: AVX-512
-// VNNI, AVX2, arm64's dot products and plain loops. Sums are exact integers in all of them.
+// VNNI, AVX2 (with AVX-VNNI, too), arm64's dot products and plain loops. Sums are exact integers in all of them.
 #pragma once
 
 #include "blocks.h"
@@ -64,7 +64,11 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
     int32_t four;
     std::memcpy(&four, x, sizeof four);
     const __m256i all = _mm256_set1_epi32(four);
+#if defined(__AVXVNNI__)
+    for (int i = 0; i < 2; i++) sums.h[i] = _mm256_dpbusd_avx_epi32(sums.h[i], codes.h[i], all);
+#else
     for (int i = 0; i < 2; i++) sums.h[i] = _mm256_add_epi32(sums.h[i], four_products<BITS>(codes.h[i], all));
+#endif
     return sums;
 }
 inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
