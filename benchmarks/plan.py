@@ -133,6 +133,13 @@ STEPS = (
         ("model gemma3-270m", "model qwen2.5-0.5b"),
         "--prefix 64 --rounds 1",
     ),
+    Step(
+        "levels",
+        ("{python} benchmarks/levels.py {demo} --rounds 5 --out {out}/levels.jsonl",),
+        ("levels.jsonl",),
+        5,
+        quick="--prefix 64 --rounds 1",
+    ),
     Step("hybrids", ("{python} benchmarks/hybrids.py --part hits --output {out}",), ("hybrids-hits.jsonl",), 6),
     Step(
         "chunks",

@@ -171,6 +171,14 @@ def families() -> str:
     return table(("model", "", "Keepwarm, ms", "transformers, ms", "times sooner"), rows)
 
 
+def levels() -> str:
+    rows = []
+    for each in records("levels.jsonl"):
+        shown = (ms(each["keepwarm_ms"]), ms(each["transformers_ms"]))
+        rows.append((f"`{each['level']}`", each["dtype"], each["what"], *shown, ratio(each)))
+    return table(("level", "dtype", "", "Keepwarm, ms", "transformers, ms", "times sooner"), rows)
+
+
 def hybrids() -> str:
     rows = [
         (
@@ -228,6 +236,7 @@ BLOCKS = {
     "codecs": codecs,
     "adapters": adapters,
     "families": families,
+    "levels": levels,
     "hybrids": hybrids,
     "attach": attach,
     "agents-found": agents,

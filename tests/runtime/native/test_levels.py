@@ -149,6 +149,18 @@ def test_kernels_call_no_function_that_computes() -> None:
     assert not [name for name in names if not re.fullmatch(allowed, name)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_every_source_of_a_wheel_compiles_for_each_level(level: Level) -> None:
+    compiler = "g++" if level.machine == levels.machine() else f"{level.machine.replace('_', '-')}-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    for source, defines in levels.delivered(SOURCES, level):
+        to_object, _ = commands([compiler], source, level, defines, Path("unused"), OpenMP(("-fopenmp",)))
+        said = subprocess.run([*to_object, "-fsyntax-only"], capture_output=True, text=True, check=False)
+        assert said.returncode == 0, f"{source.name} {defines}: {said.stderr}"
+
+
 # ---- what each computes ----
 
 

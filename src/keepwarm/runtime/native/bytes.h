@@ -53,29 +53,53 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes v) {
     return low;
 }
 inline Sums sums_from(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-template <int BITS> inline __m256i four_products(__m256i codes, __m256i x) {
-    if constexpr (BITS < 8)  // the sum of two products stays below 2^15, so it does not overflow
-        return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1));
+// Returns the sums of four products of 8-bit codes.
+inline __m256i four_products(__m256i codes, __m256i x) {
     const __m256i even = _mm256_set1_epi16(255);
     const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     return _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8)));
 }
-template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+inline __m256i four_of(const int8_t* x) {
     int32_t four;
     std::memcpy(&four, x, sizeof four);
-    const __m256i all = _mm256_set1_epi32(four);
+    return _mm256_set1_epi32(four);
+}
 #if defined(__AVXVNNI__)
-    for (int i = 0; i < 2; i++) sums.h[i] = _mm256_dpbusd_avx_epi32(sums.h[i], codes.h[i], all);
-#else
-    for (int i = 0; i < 2; i++) sums.h[i] = _mm256_add_epi32(sums.h[i], four_products<BITS>(codes.h[i], all));
-#endif
+template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    for (int i = 0; i < 2; i++) sums.h[i] = _mm256_dpbusd_avx_epi32(sums.h[i], codes.h[i], four_of(x));
     return sums;
 }
+#else
+#define OWN_HALVES
+template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const int8_t* x) {
+    constexpr int MOST = BITS <= 5 ? 4 : 2;  // sums of so many pairs of products stay below 2^15
+    for (int from = 0; from < 4; from += MOST)
+        for (int i = 0; i < 2; i++) {
+            if constexpr (BITS == 8) {
+                for (int at = from; at < from + MOST; at++)
+                    sums.h[i] = _mm256_add_epi32(sums.h[i], four_products(codes[at].h[i], four_of(x + 4 * at)));
+                continue;
+            }
+            __m256i pairs = _mm256_maddubs_epi16(codes[from].h[i], four_of(x + 4 * from));
+            for (int at = from + 1; at < from + MOST; at++)
+                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[at].h[i], four_of(x + 4 * at)));
+            sums.h[i] = _mm256_add_epi32(sums.h[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    return sums;
+}
+#endif
 inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
-inline Vec floats(Sums s) { return {(Floats)_mm256_cvtepi32_ps(s.h[0]), (Floats)_mm256_cvtepi32_ps(s.h[1])}; }
+inline Vec vector_of(__m256 low, __m256 high) {
+#if defined(__AVX512DQ__)
+    return (Vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+#else
+    return {(Floats)low, (Floats)high};
+#endif
+}
+inline Vec floats(Sums s) { return vector_of(_mm256_cvtepi32_ps(s.h[0]), _mm256_cvtepi32_ps(s.h[1])); }
 inline Vec halves(const uint8_t* p) {
     const __m128i* const at = (const __m128i*)p;
-    return {(Floats)_mm256_cvtph_ps(_mm_loadu_si128(at)), (Floats)_mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+    return vector_of(_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1)));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 struct Bytes { uint8x16_t q[4]; };  // of 4 outputs each
@@ -147,6 +171,14 @@ inline Vec halves(const uint8_t* p) {
     float v[LANES];
     for (int o = 0; o < LANES; o++) v[o] = widened_half(p[2 * o] | p[2 * o + 1] << 8);
     return load(v);
+}
+#endif
+
+// Adds the products of 16 columns: those of four vectors of codes.
+#if !defined(OWN_HALVES)
+template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const int8_t* x) {
+    for (int i = 0; i < 4; i++) sums = add_products<BITS>(sums, codes[i], x + 4 * i);
+    return sums;
 }
 #endif
 

@@ -36,11 +36,14 @@ inline Vec paired(Vec a, Vec b) { return interleaved((__m512i)_mm512_cvtne2ps_pb
 // Adds the products of pairs.
 inline Vec add_pairs(Vec a, Vec b, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 
-// Returns 2^floor(x) times a number in [1, 2).
+// Returns number 2^floor(x), for a number in [1, 2), and x - floor(x).
 inline Vec raised_by(Vec number, Vec x) { return (Vec)_mm512_scalef_ps((__m512)number, (__m512)x); }
 inline Vec fraction(Vec x) { return (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-INLINE Floats paired(Shorts a, Shorts b) { return (Floats)vzip1q_u16(vcombine_u16((uint16x4_t)a, vdup_n_u16(0)), vcombine_u16((uint16x4_t)b, vdup_n_u16(0))); }
+INLINE Floats paired(Shorts a, Shorts b) {
+    const uint16x4_t none = vdup_n_u16(0);
+    return (Floats)vzip1q_u16(vcombine_u16((uint16x4_t)a, none), vcombine_u16((uint16x4_t)b, none));
+}
 INLINE Floats paired(Floats a, Floats b) {
     const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)a), (float32x4_t)b);
     const uint16x8_t bits = vreinterpretq_u16_bf16(both);
@@ -65,6 +68,20 @@ template <int N> INLINE Halves<float, N> raised_by(Halves<float, N> number, Halv
 template <int N> INLINE Halves<float, N> fraction(Halves<float, N> x) { return {fraction(x.low), fraction(x.high)}; }
 #endif
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Returns 2^x with a relative error below 3e-6, by a polynomial that is fitted on [0, 1) and is 1 at 0. That suffices for
+// weights that are rounded to bfloat16, because its own error is 2e-3.
+inline Vec exp2_short(Vec x) {
+    const Vec f = fraction(x);
+    Vec p = splat(0.0134266848f);
+    p = fma(p, f, splat(0.0522424731f));
+    p = fma(p, f, splat(0.241280206f));
+    p = fma(p, f, splat(0.693044845f));
+    p = fma(p, f, splat(1.f));
+    return raised_by(p, x);  // p * 2^floor(x)
+}
+#endif
+
 #if defined(HAS_PAIRS)
 struct Pair { bf16 first, second; };
 
@@ -81,18 +98,6 @@ template <> struct Operand<Pair> {
 
 INLINE Vec load(const Pair* p) { return of_memory<Vec>(p); }
 INLINE void store(Pair* p, Vec v) { to_memory(p, v); }
-
-// Returns 2^x with a relative error below 3e-6, by a polynomial that is fitted on [0, 1) and is 1 at 0. That suffices for
-// weights that are rounded to bfloat16, because its own error is 2e-3.
-inline Vec exp2_short(Vec x) {
-    const Vec f = fraction(x);
-    Vec p = splat(0.0134266848f);
-    p = fma(p, f, splat(0.0522424731f));
-    p = fma(p, f, splat(0.241280206f));
-    p = fma(p, f, splat(0.693044845f));
-    p = fma(p, f, splat(1.f));
-    return raised_by(p, x);  // p * 2^floor(x)
-}
 #endif
 
 }  // namespace

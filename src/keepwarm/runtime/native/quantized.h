@@ -202,9 +202,9 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
 #pragma GCC unroll 12
         for (int m = 0; m < MB; m++) {  // without unrolling, the sums would be kept in memory
             Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
-            for (int i = 0; i < 4; i++) first = add_products<SHAPE.bits>(first, f.code[i], x[m].x + 4 * i);
+            first = add_half<SHAPE.bits>(first, f.code, x[m].x);
             Sums& rest = APART ? second : first;
-            for (int i = 4; i < 8; i++) rest = add_products<SHAPE.bits>(rest, f.code[i], x[m].x + 4 * i);
+            rest = add_half<SHAPE.bits>(rest, f.code + 4, x[m].x + LANES);
             Vec value;
             if constexpr (SPLIT) value = fma(floats(second), f.other, floats(first) * f.scale);
             else value = floats(APART ? both(first, second) : first) * f.scale;

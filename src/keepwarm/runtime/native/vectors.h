@@ -10,11 +10,23 @@ namespace {
 // Makes its thread round to nearest and keep denormals for as long as it lives. The process may have set something else
 // (torch.set_flush_denormal, a library built with -ffast-math), and a row's bits would depend on that.
 class Rounding {
+#if defined(__aarch64__)  // all of the register: fesetenv leaves the bit that changes how `bfdot` rounds
+    uint64_t before;
+    static void set(uint64_t bits) { asm volatile("msr fpcr, %0" : : "r"(bits)); }
+
+public:
+    Rounding() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        set(0);
+    }
+    ~Rounding() { set(before); }
+#else
     std::fenv_t before;
 
 public:
     Rounding() { std::fegetenv(&before), std::fesetenv(FE_DFL_ENV); }
     ~Rounding() { std::fesetenv(&before); }
+#endif
 };
 
 INLINE Vec splat(float x) { return filled<Vec>(x); }
