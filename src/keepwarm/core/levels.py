@@ -18,7 +18,7 @@ VARIABLE = "KEEPWARM_KERNELS"  # names the level that a process takes
 DELIVERED = "delivered"  # folder beside the sources: a wheel's libraries, by level
 QUANTIZED = "QUANTIZED"  # defined for products with weights in blocks of few bits
 ADAPTERS = "ADAPTERS"  # defined for steps whose rows each have an adapter of their own
-TILES, PAIRS = "TILES", "PAIRS"  # defined for bfloat16 by the matrix units (AMX), and by pairs (AVX512_BF16, arm64's bf16)
+TILES, PAIRS = "TILES", "PAIRS"  # defined for bfloat16 by matrix units (AMX), and by pairs (AVX512_BF16, bfdot)
 
 
 @dataclass(frozen=True)
