@@ -3,8 +3,8 @@
     python benchmarks/levels.py MODEL [--levels NAME ...] [--prefix 2000] [--rounds 5] [--out FILE]
 
 MODEL is a folder. For every level a process of its own measures what `families.py` does, with the level's default
-dtype. Where torch and its libraries can be held to about the level's instructions, they are: those of AVX2 or of
-AVX-512 without products of bfloat16. Prints one JSON line per figure.
+dtype. On x86-64 torch's libraries are held to about the level's instructions: those of AVX2, or of AVX-512 with or
+without products of bfloat16, but for AMX. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pathlib import Path
 
 from families import measured
 
-from keepwarm.core.levels import VARIABLE, Level
+from keepwarm.core.levels import TILES, VARIABLE, Level
 from keepwarm.runtime.native.build import levels_here
 
 _AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+_AVX512, _PAIRS = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 
 def surroundings(level: Level) -> dict[str, str]:
     """What holds a process to a level."""
-    if level.machine != "x86_64" or level.narrow:
+    if level.machine != "x86_64" or level.narrow == TILES:
         return {VARIABLE: level.name}
-    return {VARIABLE: level.name} | (_AVX512 if "avx512f" in level.needs else _AVX2)
+    wide = _PAIRS if level.narrow else _AVX512
+    return {VARIABLE: level.name} | (wide if "avx512f" in level.needs else _AVX2)
 
 
 def main() -> None:

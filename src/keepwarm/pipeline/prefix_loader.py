@@ -288,6 +288,7 @@ class PrefixLoader:
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
         """Queue fresh blocks for the store. What it reads from the arena stays pinned until it is read."""
         arena, pool = placed.arena, self._pool
+        names = self._names(placed, placed.run_tokens) if placed.plan.exactness is Exactness.EXACT else None
         source: KVSource = arena
         end = fresh.blocks[-1].end
         if placed.linked.grid.inside:
@@ -303,7 +304,7 @@ class PrefixLoader:
             on_copied=partial(pool.unpin, arena, end) if end else None,
             asked=asked,
             epoch=placed.linked.epoch,
-            names=self._names(placed, placed.run_tokens) if placed.plan.exactness is Exactness.EXACT else None,
+            names=names,
         )
 
     def share(self, placed: Placed) -> bool:

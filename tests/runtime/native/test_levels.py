@@ -31,6 +31,11 @@ CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 X86 = [level for level in LEVELS if level.machine == "x86_64"]
 
 COMPUTING = [*HERE, *EMULATED]
+# They compile for themselves: no AVX; AVX without AVX2; AVX-512 without its byte instructions.
+ODD = [
+    replace(NATIVE, name=f"{NATIVE.name}-{name}", machine="x86_64", flags=(f"-march={name}",))
+    for name in ("nehalem", "ivybridge", "knl")
+]
 
 needs_level = pytest.mark.skipif(not HERE or compiled is None, reason="no level here, or no C++ compiler")
 
@@ -150,8 +155,8 @@ def test_kernels_call_no_function_that_computes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-def test_every_source_of_a_wheel_compiles_for_each_level(level: Level) -> None:
+@pytest.mark.parametrize("level", [*LEVELS, *ODD], ids=lambda level: level.name)
+def test_every_source_compiles_for_each_level_and_for_processors_without_one(level: Level) -> None:
     compiler = "g++" if level.machine == levels.machine() else f"{level.machine.replace('_', '-')}-linux-gnu-g++"
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")

@@ -38,13 +38,12 @@ def for_store(arena: Arena, start: int, end: int, anew: int) -> tuple[KVSource, 
     """Return a source of the positions `[start, end)`, and the position below which the arena must stay as it is until
     they are read; 0 if it need not.
 
-    A short range is copied now. Of a longer one that is done with what follows `anew`, where the same prompt would
-    write again: its next request then need not wait, nor copy what comes before.
+    A short range is copied now. Of a longer one on the host that is done with what follows `anew`, where the same
+    prompt would write again: its next request then need not wait, nor copy what comes before.
     """
-    most = _COPIED if arena.port.is_host else _FETCHED
-    if end - start <= most:
+    if end - start <= (_COPIED if arena.port.is_host else _FETCHED):
         return arena.copy_of(start, end), 0
     cut = max(start, anew)
-    if not cut < end <= cut + most:
+    if not arena.port.is_host or not cut < end <= cut + _COPIED:
         return arena, end
     return Continued(arena, arena.copy_of(cut, end)), cut

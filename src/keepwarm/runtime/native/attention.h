@@ -110,7 +110,7 @@ inline void absorb(float& maximum, float& total, float* acc, float m, float t, c
     const float a = weights[0], b = weights[1];
     total = std::fma(b, t, a * total);
     maximum = top;
-    for (int d = 0; d < dim; d += LANES) store(acc + d, fma(splat(b), load(part + d), splat(a) * load(acc + d)));
+    for (int d = 0; d < dim; d += LANES) store(acc + d, fused(splat(b), load(part + d), splat(a) * load(acc + d)));
 }
 
 // Puts 16 of a row's results into mixed[to], multiplied by their gates if the layer has some.

@@ -90,8 +90,8 @@ template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const in
 #endif
 inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
 inline Vec vector_of(__m256 low, __m256 high) {
-#if defined(__AVX512DQ__)
-    return (Vec)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+#if defined(__AVX512F__)
+    return (Vec)_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1);
 #else
     return {(Floats)low, (Floats)high};
 #endif

@@ -45,7 +45,7 @@ inline float widen(uint16_t half) {
 INLINE Floats widen(Shorts halves) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps((__m256i)halves);
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
     return (Floats)_mm256_cvtph_ps((__m128i)halves);
 #elif defined(__ARM_NEON)
     return (Floats)vcvt_f32_f16((float16x4_t)halves);

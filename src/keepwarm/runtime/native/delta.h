@@ -66,12 +66,12 @@ struct Columns {
         for (int v = 0; v < W; v++) {
             const Vec seen = with_key[0][v] + with_key[1][v], asked = with_query[0][v] + with_query[1][v];
             change[v] = fma(seen, splat(-decay), load(value + v * LANES)) * splat(step);
-            store(value + v * LANES, fma(splat(product), change[v], asked * splat(decay)));
+            store(value + v * LANES, fused(splat(product), change[v], asked * splat(decay)));
         }
         for (int i = 0; i < dim; i++)
             for (int v = 0; v < W; v++) {
                 float* const at = s + (i * W + v) * LANES;
-                store(at, fma(splat(k[i]), change[v], load(at) * splat(decay)));
+                store(at, fused(splat(k[i]), change[v], load(at) * splat(decay)));
             }
     }
 

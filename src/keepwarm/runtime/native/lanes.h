@@ -155,10 +155,10 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         maximum[v] = top[v];
     }
     weigh<VL>(score, weight, count, first, position, window, masked, top, total);
-    constexpr int MOST = DV <= 4 || !WHOLE ? 6 : DV <= 8 ? 3 : 1;  // lanes that are handled at once
+    constexpr int MOST = !WHOLE ? SUMS : DV <= 4 ? 6 : DV <= 8 ? 3 : 1;  // lanes that are handled at once
     const int operands = (count + MANY - 1) / MANY;
     for (int lane = 0; lane < VL * LANES && acc[lane]; lane += MOST) {
-        if (MOST == 6 && !acc[lane + 3])
+        if (MOST > 3 && !acc[lane + 3])
             gather<3, DV>(weight + lane, VL * LANES, factor + lane, values, operands, acc + lane);
         else
             gather<MOST, DV>(weight + lane, VL * LANES, factor + lane, values, operands, acc + lane);

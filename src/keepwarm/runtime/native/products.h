@@ -18,7 +18,7 @@ constexpr int CACHED = 512 << 10;  // bytes of rows that are used at once: at mo
 
 template <class X>
 struct PlainRows {  // [rows, width]
-    static constexpr int BLOCK = WHOLE ? 12 : 6, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
+    static constexpr int BLOCK = SUMS, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
     static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;

@@ -206,7 +206,7 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
             Sums& rest = APART ? second : first;
             rest = add_half<SHAPE.bits>(rest, f.code + 4, x[m].x + LANES);
             Vec value;
-            if constexpr (SPLIT) value = fma(floats(second), f.other, floats(first) * f.scale);
+            if constexpr (SPLIT) value = fused(floats(second), f.other, floats(first) * f.scale);
             else value = floats(APART ? both(first, second) : first) * f.scale;
             sums[m] = fma(value, splat(x[m].scale), sums[m]);
             if constexpr (SHAPE.least) sums[m] = fma(-f.least, splat(x[m].total), sums[m]);

@@ -23,7 +23,7 @@ constexpr int REGISTER = 8;
 constexpr int REGISTER = 4;
 #endif
 constexpr bool WHOLE = REGISTER == LANES;  // whether a register holds a vector
-constexpr int PIECES = LANES / REGISTER;
+constexpr int SUMS = REGISTER == 16 ? 12 : REGISTER == 8 ? 6 : 5;  // rows whose sums with a vector's columns have registers
 
 template <class E> struct InRegister { typedef E Type __attribute__((vector_size(REGISTER * sizeof(E)))); };
 template <class E, int N> struct Halves;
@@ -99,15 +99,26 @@ template <int N> INLINE Halves<float, N> pick(Halves<int32_t, N> mask, Halves<fl
     return {pick(mask.low, a.low, b.low), pick(mask.high, a.high, b.high)};
 }
 
-INLINE Floats fma(Floats a, Floats b, Floats c) {
+// Returns a b + c, with c as it is rounded, even if it is itself a product.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    return a * b + c;  // -ffp-contract=fast makes one instruction of it
+    return a * b + c;
 #endif
 }
-template <int N> INLINE Halves<float, N> fma(Halves<float, N> a, Halves<float, N> b, Halves<float, N> c) {
-    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+template <int N> INLINE Halves<float, N> fused(Halves<float, N> a, Halves<float, N> b, Halves<float, N> c) {
+    return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+}
+
+// Returns a b + c, where c is no product: else the compiler might fuse that one with the sum (-ffp-contract=fast).
+template <class V> INLINE V fma(V a, V b, V c) {
+    if constexpr (WHOLE) return fused(a, b, c);
+    else return a * b + c;  // loops of products are a few hundredths faster this way
 }
 
 INLINE Floats max(Floats a, Floats b) {

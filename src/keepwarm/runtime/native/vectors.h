@@ -12,7 +12,7 @@ namespace {
 class Rounding {
 #if defined(__aarch64__)  // all of the register: fesetenv leaves the bit that changes how `bfdot` rounds
     uint64_t before;
-    static void set(uint64_t bits) { asm volatile("msr fpcr, %0" : : "r"(bits)); }
+    static void set(uint64_t bits) { asm volatile("msr fpcr, %0" : : "r"(bits) : "memory"); }
 
 public:
     Rounding() {
@@ -68,7 +68,7 @@ inline Vec softplus(Vec x) {
     p = fma(p, z, splat(2.f / 5));
     p = fma(p, z, splat(2.f / 3));
     p = fma(p, z, splat(2.f));
-    const Vec found = fma(to_floats(n), splat(0.693147181f), p * s);
+    const Vec found = fused(to_floats(n), splat(0.693147181f), p * s);
     return pick(x > splat(20.f), x, found);
 }
 
