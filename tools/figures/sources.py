@@ -55,24 +55,28 @@ def shared(what: str) -> Any:
     return told[0] if all(each == told[0] for each in told) else None
 
 
-def machine() -> str:
-    """The machine of all files."""
-    if found := shared("machine"):
-        level = LEVELS.get(found["level"], f"the level `{found['level']}`")
-        return f"{WORDS.get(found['cores'], found['cores'])} cores of an {found['processor']} with {level}"
-    return "several machines: [Sources](#sources) has each file's"
+def machine() -> tuple[str, list[str]]:
+    """The machine of most files, and the files of others."""
+    of = {name: run_of(name)["machine"] for step in STEPS for name in step.files}
+    found = max(of.values(), key=list(of.values()).count)
+    level = LEVELS.get(found["level"], f"the level `{found['level']}`")
+    cores = WORDS.get(found["cores"], found["cores"])
+    others = [name for name, each in of.items() if each != found]
+    return f"{cores} cores of an {found['processor']} with {level}", others
 
 
 def benchmarks_machine() -> str:
+    found, others = machine()
+    but = f" ([Sources](#sources) has those of {', '.join(others)})" if others else ""
     return (
-        f"The machine: {machine()}; no accelerator. It is shared, and its speed changes for hours. So ratios are "
+        f"The machine: {found}{but}; no accelerator. It is shared, and its speed changes for hours. So ratios are "
         "paired within a round of one run, unless a table says otherwise. Times are medians. Ratios are medians, "
         "followed in brackets by their quartiles and the worst value, where a file has every round."
     )
 
 
 def readme_machine() -> str:
-    found = machine()
+    found, _ = machine()
     return (
         f"{found[0].upper()}{found[1:]}; SmolLM2-135M in bfloat16. Ratios are medians; behind them stand the quartiles "
         "and the worst round. [Benchmarks](docs/benchmarks.md) has all of it, and the file behind each number."
