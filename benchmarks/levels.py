@@ -3,8 +3,8 @@
     python benchmarks/levels.py MODEL [--levels NAME ...] [--prefix 2000] [--rounds 5] [--out FILE]
 
 MODEL is a folder. For every level a process of its own measures what `families.py` does, with the level's default
-dtype. On x86-64 torch's libraries are held to about the level's instructions: those of AVX2, or of AVX-512 with or
-without products of bfloat16, but for AMX. Prints one JSON line per figure.
+dtype. On x86-64 torch's libraries are held to about the level's instructions: AVX2, or AVX-512 with or without
+products of bfloat16. With AMX they take what they find. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def surroundings(level: Level) -> dict[str, str]:
 def main() -> None:
     here = {level.name: level for level in levels_here()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--levels", nargs="+", choices=here, default=list(here))
-    parser.add_argument("--prefix", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("model", type=Path, help="a folder, say the demo's in ~/.cache/keepwarm/models")
+    parser.add_argument("--levels", nargs="+", choices=here, default=list(here), help="those to measure")
+    parser.add_argument("--prefix", type=int, default=2000, help="tokens before the question")
+    parser.add_argument("--rounds", type=int, default=5, help="how often")
+    parser.add_argument("--out", type=Path, help="a file to append the lines to")
     parser.add_argument("--this", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.this:

@@ -21,6 +21,7 @@ from tests.helpers.doctor import KEY, Look, filled
 from tests.helpers.remotes import free_port
 
 from keepwarm.runtime.demo_model import DOWNLOAD
+from keepwarm.runtime.place import device_of, dtype_of
 
 
 def test_everything_is_looked_at(look: Look, tmp_path: Path) -> None:
@@ -229,6 +230,17 @@ def test_the_demo_model_needs_pip_until_it_is_there(
     (folder / "config.json").write_text("{}")
     found = look("--store", tmp_path / "none")[1]["model"]
     assert (found["status"], f"rm -r {folder}" in found["advice"]) == ("fail", True)
+
+
+def test_kv_is_told_in_the_dtype_that_the_model_gets(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved("llama")
+    told = {
+        dtype: look("--store", tmp_path / "none", "--model", folder, *(("--dtype", dtype) if dtype else ()))[1]["model"]
+        for dtype in ("", "float32", "float16")
+    }
+    here = str(dtype_of(None, device_of(None))).removeprefix("torch.")
+    for dtype, found in told.items():
+        assert f"of KV per token in {dtype or here}" in found["detail"]
 
 
 def test_a_loaded_model_says_how_it_is_cached(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from keepwarm.runtime.filling import forget_files
 from keepwarm.runtime.gguf import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.int4.folder import kept_int4
-from keepwarm.runtime.native.build import level
 from keepwarm.runtime.native.proof import variance
+from keepwarm.runtime.place import device_of, dtype_of
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.watch import WeightWatch
@@ -206,16 +206,16 @@ def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
     if (file := gguf_file(source)) is not None:
-        device = torch.device("cpu") if config.device is None else _device(config.device)
-        return *load_gguf(file, device, _dtype(config, device)), file
+        device = torch.device("cpu") if config.device is None else device_of(config.device)
+        return *load_gguf(file, device, dtype_of(config.dtype, device)), file
     name = demo_model(progress) if str(source) == DEMO else source
     found = model_folder(name) or downloaded_before(str(name))
     folder, is_folder = found or Path(name), found is not None
     where = str(folder) if is_folder else str(name)
     remote = config.trust_remote_code
     adapter = is_folder and (folder / "adapter_config.json").exists()
-    device = _device(config.device)
-    dtype = _dtype(config, device)
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
     unmapped = ""
     try:
         if is_folder and not adapter:
@@ -263,28 +263,6 @@ def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> st
 
 def _snapshot(model: PreTrainedModel) -> Path | None:
     return snapshot_here(model.config._name_or_path, getattr(model.config, "_commit_hash", None))
-
-
-def _device(asked: str | None) -> torch.device:
-    """Return the requested device, or the first available of cuda, mps and cpu. Raises ConfigError."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if asked is None:
-        return torch.device(next(name for name, there in present.items() if there))
-    if not present.get(asked.partition(":")[0]):
-        names = ", ".join(name for name, there in present.items() if there)
-        raise ConfigError(f"device {asked!r} is not here; present are {names}")
-    return torch.device(asked)
-
-
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Return the requested dtype; else bfloat16 if the hardware computes in it, else float16 (GPUs) or float32."""
-    if config.dtype is not None:
-        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device.type == "mps":
-        return torch.float16
-    return torch.bfloat16 if level().narrow else torch.float32  # the level's: machines of one level share their KV
 
 
 def _refuse_what_is_no_decoder(model: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from keepwarm.cli import output
 from keepwarm.cli.doctor.finding import Finding
 from keepwarm.cli.options import open_engine
+from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import geometry_of
 from keepwarm.core.states import stateful_layers
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, ModelNotFound, UnsupportedModel
@@ -24,7 +25,7 @@ _MAGIC = b"GGUF"  # how a GGUF file begins
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 
 
-def named(name: str) -> Finding:
+def named(name: str, settings: EngineConfig) -> Finding:
     """Look for a model without loading it. Uses no network."""
     try:
         if (file := gguf_file(name)) is not None:
@@ -33,7 +34,7 @@ def named(name: str) -> Finding:
     except ModelNotFound as error:
         return Finding("model", "fail", str(error), "name another one with --model")
     if name == "demo":
-        return _demo()
+        return _demo(settings)
     if folder is not None and not (folder / "config.json").exists():
         return Finding("model", "ok", f"{name} is there, an adapter of another model. {_SURE}")
     config = folder / "config.json" if folder is not None else cached_config(name)
@@ -42,13 +43,13 @@ def named(name: str) -> Finding:
         return Finding("model", "warn", f"{name} was not downloaded yet", cure)
     if folder is None and (lacking := missing_weights(config.parent)):  # a download that was broken off
         return Finding("model", "warn", f"{name}: {lacking}", "the first use downloads the rest from the hub")
-    return _configured(name, config)
+    return _configured(name, config, settings)
 
 
-def _demo() -> Finding:
+def _demo(settings: EngineConfig) -> Finding:
     folder = demo_folder()
     if (folder / "config.json").exists():
-        found = _configured("demo", folder / "config.json")
+        found = _configured("demo", folder / "config.json", settings)
         cure = f"rm -r {shlex.quote(str(folder))}: the first use downloads it again"
         return replace(found, advice=cure) if found.status == "fail" else found
     detail = "demo (SmolLM2-135M-Instruct) is not downloaded yet"
@@ -70,12 +71,12 @@ def _gguf(name: str, file: Path) -> Finding:
     return Finding("model", "ok", f"{name} is there. {_SURE}")
 
 
-def _configured(name: str, file: Path) -> Finding:
+def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         if lacking := missing_weights(file.parent):
             return Finding("model", "fail", f"{file.parent}: {lacking}", "download or save the model again")
-        told = _geometry(config)
+        told = _geometry(config, settings)
     except (OSError, ValueError, KeyError) as error:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:
@@ -83,8 +84,14 @@ def _configured(name: str, file: Path) -> Finding:
     return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
 
 
-def _geometry(config: Mapping[str, Any]) -> str:
-    geometry = geometry_of(config)
+def _geometry(config: Mapping[str, Any], settings: EngineConfig) -> str:
+    from keepwarm.runtime.place import device_of, dtype_of  # imports torch
+
+    try:
+        dtype = str(dtype_of(settings.dtype, device_of(settings.device))).removeprefix("torch.")
+    except ConfigError:  # another finding says that the device is not here
+        dtype = None
+    geometry = geometry_of(config, dtype)
     kv = f"{output.in_bytes(geometry.bytes_per_token)} of KV per token in {geometry.dtype}"
     states = stateful_layers(config)
     return f"{kv}, {states} layers with recurrent state" if states else kv
