@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 from tests.helpers.doctor import Look, filled
 
+from keepwarm.runtime.native.build import kernels
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    """Have the kernels before something is broken: a process remembers that they could not be compiled."""
+    kernels()
+
 
 @contextmanager
 def as_nobody(*entered: Path) -> Iterator[None]:
