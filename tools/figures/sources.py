@@ -67,11 +67,12 @@ def machine() -> tuple[str, list[str]]:
 
 def benchmarks_machine() -> str:
     found, others = machine()
-    but = f" ([Sources](#sources) has those of {', '.join(others)})" if others else ""
+    but = f" Another machine made {', '.join(others)} ([Sources](#sources))." if others else ""
     return (
-        f"The machine: {found}{but}; no accelerator. It is shared, and its speed changes for hours. So ratios are "
+        f"The machine: {found}; no accelerator. It is shared, and its speed changes for hours. So ratios are "
         "paired within a round of one run, unless a table says otherwise. Times are medians. Ratios are medians, "
         "followed in brackets by their quartiles and the worst value, where a file has every round."
+        f"{but}"
     )
 
 

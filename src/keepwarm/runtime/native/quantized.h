@@ -5,8 +5,6 @@
 // bits depend on that row alone.
 #pragma once
 
-#include <cmath>
-
 #include "bytes.h"
 #include "model.h"
 
