@@ -20,8 +20,16 @@ _ATTENTION = (
     ("attn_v", KV_HEADS * DIM, HIDDEN),
     ("attn_output", HIDDEN, HEADS * DIM),
 )
+_FUSED = (("attn_qkv", (HEADS + 2 * KV_HEADS) * DIM, HIDDEN), _ATTENTION[3])
 _CONVOLUTION = (("shortconv.in_proj", 3 * HIDDEN, HIDDEN), ("shortconv.out_proj", HIDDEN, HIDDEN))
 _MLP = (("ffn_gate", INNER, HIDDEN), ("ffn_up", INNER, HIDDEN), ("ffn_down", HIDDEN, INNER))
+_FUSED_MLP = (("ffn_up", 2 * INNER, HIDDEN), _MLP[2])
+_SHARED = tuple((f"{name}_shexp", rows, columns) for name, rows, columns in _MLP)
+EXPERTS, CHOSEN, EXPERT, WINDOW = 6, 2, 256, 96
+_EXPERTS = (("ffn_gate_exps", EXPERT, HIDDEN), ("ffn_up_exps", EXPERT, HIDDEN), ("ffn_down_exps", HIDDEN, EXPERT))
+_WIDE_EXPERTS = tuple((f"{name}_exps", rows, columns) for name, rows, columns in _MLP)
+_GEMMA = ("gemma2", "gemma3")
+_MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "gpt-oss")
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
 _HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
     "Q4_0": (0, None, 0.0),
@@ -32,6 +40,10 @@ _HALVES = {  # where a block has its factors: of scales; of least values, and wh
     "Q4_K": (0, 2, 7.5),
     "Q5_K": (0, 2, 15.5),
     "Q6_K": (208, None, 0.0),
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0.0),
+    "IQ4_NL": (0, None, 0.0),
+    "IQ4_XS": (0, None, 0.0),
 }
 _SPREAD = {
     "Q4_0": 4.6,
@@ -42,21 +54,37 @@ _SPREAD = {
     "Q4_K": 165.0,
     "Q5_K": 330.0,
     "Q6_K": 1370.0,
+    "Q2_K": 15.0,
+    "Q3_K": 42.0,
+    "IQ4_NL": 74.0,
+    "IQ4_XS": 1370.0,
 }
+FLOATS = ("F16", "BF16", "F32")
 MIXTURE = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}  # as Q4_K_M has them
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
     """Random blocks of a kind, `[rows, bytes of a row]`; the weights' spread is about that of a trained model."""
     random = np.random.default_rng(seed)
+    if kind in FLOATS:
+        return _floats(0.06 * random.standard_normal((rows, columns)), kind)
     size, length = GGML_QUANT_SIZES[GGMLQuantizationType(KINDS[kind])]
     made = random.integers(0, 256, (rows, columns // size, length), dtype=np.uint8)
+    if kind == "MXFP4":
+        made[:, :, 0] = random.integers(120, 124, made.shape[:2])
+        return made.reshape(rows, -1)
     scale, least, units = _HALVES[kind]
     factor = random.uniform(0.5, 1.5, made.shape[:2]) * 0.06 / _SPREAD[kind]
     made[:, :, scale : scale + 2] = _half(factor)
     if least is not None:
         made[:, :, least : least + 2] = _half(factor * units)
     return made.reshape(rows, -1)
+
+
+def _floats(values: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.uint8]:
+    if kind != "BF16":
+        return values.astype({"F16": np.float16, "F32": np.float32}[kind]).view(np.uint8)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
 def _half(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
@@ -79,20 +107,29 @@ def write(
     written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`."""
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, "llama" if architecture == "mixtral" else architecture)
     is_lfm2 = architecture == "lfm2"
     _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if is_lfm2 else KV_HEADS)
+    if architecture in _GEMMA or architecture == "gpt-oss":
+        writer.add_sliding_window(WINDOW)
+    if architecture in _MIXTURES:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(CHOSEN)
+        if architecture != "mixtral":
+            writer.add_expert_feed_forward_length(EXPERT)
+        writer.add_expert_shared_feed_forward_length(INNER)
     vocabulary = len(_tokens())
 
-    def put(name: str, rows: int, columns: int) -> None:
+    def put(name: str, rows: int, columns: int, many: int = 0) -> None:
         kind = next(
             kind for begin, kind in kinds.items() if name.removeprefix("blk.").lstrip("0123456789.").startswith(begin)
         )
-        raw = blocks(kind, rows, columns, int(random.integers(1 << 30)))
+        raw = blocks(kind, max(many, 1) * rows, columns, int(random.integers(1 << 30)))
         if name + ".weight" != left_out:
-            writer.add_tensor(name + ".weight", raw, raw_dtype=GGMLQuantizationType(KINDS[kind]))
+            raw = raw.reshape(many, rows, -1) if many else raw
+            writer.add_tensor(name + ".weight", raw, raw_dtype=GGMLQuantizationType[kind])
 
-    def floats(name: str, size: int, around: float) -> None:
+    def floats(name: str, size: int | tuple[int, ...], around: float) -> None:
         if name != left_out:
             writer.add_tensor(name, (around + 0.1 * random.standard_normal(size)).astype(np.float32))
 
@@ -103,23 +140,42 @@ def write(
     for layer in range(LAYERS):
         at = f"blk.{layer}."
         is_convolution = is_lfm2 and not layer
-        for name, rows, columns in (*(_CONVOLUTION if is_convolution else _ATTENTION), *_MLP):
+        mixer = _CONVOLUTION if is_convolution else _FUSED if architecture == "phi3" else _ATTENTION
+        mlp = _FUSED_MLP if architecture == "phi3" else () if architecture in _MIXTURES else _MLP
+        for name, rows, columns in (*mixer, *mlp, *(_SHARED if architecture == "qwen2moe" else ())):
             put(at + name, rows, columns)
-            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+            is_biased = name in ("attn_q", "attn_k", "attn_v") and architecture in ("qwen2", "qwen2moe", "gpt-oss")
+            if is_biased or (name, architecture) == ("attn_output", "gpt-oss"):
                 floats(f"{at}{name}.bias", rows, 0.0)
         if is_convolution:
             kernel = 0.3 * random.standard_normal((HIDDEN, INPUTS))
             writer.add_tensor(f"{at}shortconv.conv.weight", kernel.astype(np.float32))
-        elif architecture in ("qwen3", "lfm2"):
+        elif architecture in ("qwen3", "qwen3moe", "lfm2", "gemma3"):
             floats(at + "attn_q_norm.weight", DIM, 1.0)
             floats(at + "attn_k_norm.weight", DIM, 1.0)
         floats(at + "attn_norm.weight", HIDDEN, 1.0)
-        floats(at + "ffn_norm.weight", HIDDEN, 1.0)
+        floats(at + ("post_attention_norm.weight" if architecture == "gpt-oss" else "ffn_norm.weight"), HIDDEN, 1.0)
+        if architecture in _GEMMA:
+            floats(at + "post_attention_norm.weight", HIDDEN, 1.0)
+            floats(at + "post_ffw_norm.weight", HIDDEN, 1.0)
+        if architecture in _MIXTURES:
+            floats(at + "ffn_gate_inp.weight", (EXPERTS, HIDDEN), 0.0)
+            for name, rows, columns in _EXPERTS if architecture != "mixtral" else _WIDE_EXPERTS:
+                put(at + name, rows, columns, EXPERTS)
+                if architecture == "gpt-oss":
+                    floats(f"{at}{name}.bias", (EXPERTS, rows), 0.0)
+        if architecture == "qwen2moe":
+            floats(at + "ffn_gate_inp_shexp.weight", HIDDEN, 0.0)
+        if architecture == "gpt-oss":
+            floats(at + "ffn_gate_inp.bias", EXPERTS, 0.0)
+            floats(at + "attn_sinks.weight", HEADS, 0.0)
     for name, value in (others or {}).items():
         if isinstance(value, tuple):
             writer.add_tensor(name, value[0], raw_dtype=value[1])
-        else:
+        elif isinstance(value, str):
             writer.add_string(name, value)
+        else:
+            writer.add_float32(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.weight_files import weight_files
-from keepwarm.runtime.loader import load
+from keepwarm.runtime.gguf.header import Reader
+from keepwarm.runtime.gguf.tensors import processor_of, tensor_names
+from keepwarm.runtime.loader import LoadedModel, load
 from keepwarm.runtime.native.blocks import can_compute
 
 pytestmark = [
@@ -36,17 +40,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer is a short convolution."""
-    return write(tmp_path_factory.mktemp("gguf") / "model.gguf", architecture="lfm2", is_tied=True)
-
-
-@pytest.mark.parametrize("which", ["file", "hybrid"])
-def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(
-    which: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    file: Path = request.getfixturevalue(which)
+@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "qwen3moe"])
+def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(architecture: str, tmp_path: Path) -> None:
+    """Of a plain model, of one with short convolutions, of one with windows and of one with experts."""
+    is_tied = architecture in ("lfm2", "gemma3")
+    file = write(tmp_path / "model.gguf", architecture=architecture, is_tied=is_tied)
     with Engine.from_pretrained(file, store=tmp_path / "store") as engine:
         assert engine.pipeline.model.runner.lean is not None
         cold, warm = engine.generate(**ASKED), engine.generate(**ASKED)
@@ -60,19 +58,110 @@ def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(
     assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
 
 
-@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("llama", True), ("lfm2", True)])
-def test_the_model_is_the_one_that_transformers_reads(architecture: str, is_tied: bool, tmp_path: Path) -> None:
+READ = {  # what transformers reads, and whether the head is the table of embeddings
+    "gemma2": True,
+    "gemma3": True,
+    "lfm2": True,
+    "llama": True,
+    "phi3": False,
+    "qwen2": False,
+    "qwen2moe": False,
+    "qwen3": True,
+    "qwen3moe": False,
+}
+
+
+@pytest.mark.parametrize("architecture", READ)
+def test_the_model_is_the_one_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
     """transformers widens all weights. The same logits, in float32: names, rows' order, biases, norms and ties."""
-    path = write(tmp_path / "m.gguf", architecture=architecture, is_tied=is_tied)
+    path = write(tmp_path / "m.gguf", architecture=architecture, is_tied=READ[architecture])
     found = load(path, EngineConfig.build(dtype="float32"))
     assert found.runner.lean is not None
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        tmp_path,
+        gguf_file="m.gguf",
+        dtype=torch.float32,
+        config=_plain(found),
+        quantization_config=GgufConfig(dequantize=True),
     )
+    _same(found, theirs)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt-oss"])
+def test_so_is_one_that_transformers_does_not_read(architecture: str, tmp_path: Path) -> None:
+    """Its model gets the file's tensors here, with experts as its class has them."""
+    path = write(tmp_path / "m.gguf", architecture=architecture)
+    found = load(path, EngineConfig.build(dtype="float32"))
+    assert found.runner.lean is not None
+    theirs = AutoModelForCausalLM.from_config(_plain(found), dtype=torch.float32)
+    reader = Reader(path)
+    names = tensor_names(theirs, "llama" if architecture == "mixtral" else architecture)
+    process = processor_of(theirs, "llama" if architecture == "mixtral" else architecture).process
+    held: dict[str, Any] = {
+        each.name: torch.from_numpy(
+            np.array(process(weights=gguf.dequantize(each.data, each.tensor_type), name=each.name).weights)
+        )
+        for each in reader.tensors
+    }
+    state = {names[name]: tensor for name, tensor in held.items() if "_exps" not in name}
+    for layer in range(LAYERS):
+        at, to = f"blk.{layer}.ffn_%s_exps.%s", f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (held[at % (part, "weight")] for part in ("gate", "up", "down"))
+        if architecture == "mixtral":
+            state |= {to + "gate_up_proj": torch.cat([gate, up], 1), to + "down_proj": down}
+            continue
+        state[to + "gate_up_proj"] = torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
+        state[to + "gate_up_proj_bias"] = torch.stack(
+            [held[at % (part, "bias")] for part in ("gate", "up")], 2
+        ).flatten(1)
+        state |= {to + "down_proj": down.transpose(1, 2), to + "down_proj_bias": held[at % ("down", "bias")]}
+    theirs.load_state_dict(state)
+    _same(found, theirs)
+
+
+def _plain(found: LoadedModel) -> Any:
+    config = copy.deepcopy(found.model.config)
+    del config.quantization_config
+    return config
+
+
+def _same(found: LoadedModel, theirs: Any) -> None:
     ids = torch.tensor([np.random.default_rng(1).integers(0, 256, 40).tolist()])
     with torch.inference_mode():
         mine, other = found.model(ids).logits, theirs.eval()(ids).logits
     assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+def test_a_file_that_nobody_quantized_becomes_a_model_in_the_engines_dtype(kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"": kind}, architecture="llama")
+    found = load(path, EngineConfig.build(dtype="float32"))
+    assert found.runner.lean is not None
+    assert not found.runner.lean.in_blocks
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    _same(found, theirs)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_floats_of_16_bits_lie_beside_blocks(kind: str, tmp_path: Path) -> None:
+    """Embeddings and the head have often more bits than the rest."""
+    path = write(tmp_path / "m.gguf", {"attn_k": kind, "token_embd": kind, "output": kind, "": "Q4_K"})
+    found = load(path, EngineConfig.build(dtype="float32"))
+    assert found.runner.lean is not None
+    assert found.runner.lean.in_blocks
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    _same(found, theirs)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
+def test_experts_stay_as_the_file_has_them(kind: str, tmp_path: Path) -> None:
+    found = load(write(tmp_path / "m.gguf", {"": kind}, architecture="qwen3moe"), EngineConfig.build())
+    assert found.runner.lean is not None
+    assert found.runner.lean.in_blocks
 
 
 def test_heads_of_qwen3_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
@@ -128,8 +217,16 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     refused(tmp_path / "e.gguf", "does not load")
     write(tmp_path / "f.gguf", architecture="lfm2", is_tied=True, heads_of_keys=[0, 2, 2])
     refused(tmp_path / "f.gguf", "does not load")
-    half = {"blk.0.more.weight": (np.zeros((4, 32), np.float16), GGMLQuantizationType.F16)}
-    refused(write(tmp_path / "d.gguf", others=half), "type F16", "Q4_K", "safetensors")
+    tiny = {"blk.0.more.weight": (np.zeros((4, 98), np.uint8), GGMLQuantizationType.IQ3_XXS)}
+    refused(write(tmp_path / "d.gguf", others=tiny), "type IQ3_XXS", "Q4_K", "safetensors")
+    wide = {"blk.0.more.weight": (np.zeros((4, 32), np.float32), GGMLQuantizationType.F32)}
+    refused(write(tmp_path / "d.gguf", others=wide), "type F32", "Q4_K", "safetensors")
+    more = {"blk.0.more.weight": (np.zeros((4, 32), np.float16), GGMLQuantizationType.F16)}
+    refused(write(tmp_path / "d.gguf", others=more), "blk.0.more.weight", "no place")
+    part = f"blk.{LAYERS - 1}.ffn_up_exps.weight"
+    refused(write(tmp_path / "g.gguf", architecture="qwen3moe", left_out=part), "lacks up_weight", "experts")
+    long = {"rope_factors_long.weight": (np.ones(32, np.float32), GGMLQuantizationType.F32)}
+    refused(write(tmp_path / "h.gguf", architecture="phi3", others=long), "rotary", "safetensors")
     refused(write(tmp_path / "e.gguf", others={"qwen2.rope.scaling.type": "yarn"}), "'yarn'", "safetensors")
 
 

@@ -10,7 +10,7 @@ from tests.helpers.gguf_files import write
 from transformers import AutoConfig, AutoTokenizer
 
 from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, fetch_gguf
-from keepwarm.runtime.gguf_header import Reader, read_config, read_tokenizer
+from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
 
 
 def same(path: Path) -> None:

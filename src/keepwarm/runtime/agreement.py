@@ -29,15 +29,16 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
     """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree. `ours`
     runs it with the adapter `lora`, which the model of `own` has in itself.
 
-    In half precision the two may choose different experts for a row whose scores are nearly equal. Then the logits of
-    this row differ by much. So for a model with experts the median of the last rows is compared, instead of the worst
-    row.
+    In half precision, or in 8 bits, the two may choose different experts for a row whose scores are nearly equal. Then
+    the logits of this row differ by much. So for a model with experts the median of the last rows is compared, instead
+    of the worst row.
 
     Some models amplify rounding: computed token by token, Gemma 3 270M through transformers in bfloat16 differs from
     itself by 6 %. So two runners may be up to twice as far apart as usual, if each is as far from the exact result as
     the reference is from itself.
     """
-    routed = ours.lean is not None and ours.lean.is_routed and ours.lean.dtype is torch.bfloat16
+    lean = ours.lean
+    routed = lean is not None and lean.is_routed and (lean.in_blocks or lean.dtype is torch.bfloat16)
     size = min(_COMPARED if ours.lean is None else reach(kept.geometry), own.vocabulary)
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
     ends = [0, size // 2, size - 1, size]

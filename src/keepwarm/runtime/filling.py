@@ -7,6 +7,7 @@ import gc
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.native.block_experts import BlockExperts, Stack
 from keepwarm.runtime.native.blocks import COLUMNS, BlockEmbedding, BlockLinear, Blocks
 
-Tensors = Mapping[str, Blocks | torch.Tensor]
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of one layer's experts."""
+
+    gate: Stack
+    up: Stack
+    down: Stack
+
+
+Tensors = Mapping[str, Blocks | torch.Tensor | Experts]
 
 
 def empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -30,10 +42,16 @@ def empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def fill(path: Path, model: PreTrainedModel, found: Tensors, dtype: torch.dtype) -> None:
-    """Replace an empty model's modules by such as use a file's tensors, by their names. Raises UnsupportedModel, with
-    what was found and what is expected."""
-    for name in sorted({name.rpartition(".")[0] for name in found}):
-        _put(path, model, name, found.get(f"{name}.weight"), found.get(f"{name}.bias"), dtype)
+    """Replace an empty model's modules by such as use a file's tensors, by their names. Experts have the name of their
+    module. Raises UnsupportedModel, with what was found and what is expected."""
+    plain = {name: value for name, value in found.items() if not isinstance(value, Experts)}
+    for name in sorted({name.rpartition(".")[0] for name in plain if name.endswith((".weight", ".bias"))}):
+        _put(path, model, name, plain.get(f"{name}.weight"), plain.get(f"{name}.bias"), dtype)
+    for name, value in found.items():
+        if isinstance(value, Experts):
+            _put_experts(path, model, name, value)
+        elif not name.endswith((".weight", ".bias")):
+            _put_alone(path, model, name, value, dtype)
     if model.config.tie_word_embeddings:
         table = model.get_input_embeddings()
         if isinstance(table, BlockEmbedding):
@@ -98,7 +116,42 @@ def _put(
             )
         module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    module.register_buffer("exact", weight)  # the file's own numbers, not rounded, for the kernels
+    if not isinstance(module, nn.Embedding) and (type(module) is not nn.Linear or len(weight) == 1):
+        module.register_buffer("exact", weight.float())  # the file's own numbers, not rounded, for the kernels
+
+
+def _put_alone(path: Path, model: PreTrainedModel, name: str, value: Blocks | torch.Tensor, dtype: torch.dtype) -> None:
+    """Replace a parameter that is neither a weight nor a bias."""
+    module, _, own = name.rpartition(".")
+    there = getattr(model.get_submodule(module), own)
+    if isinstance(value, Blocks) or value.shape != there.shape:
+        raise UnsupportedModel(
+            f"{path} has {name} of the shape {tuple(value.shape)}; the model has {tuple(there.shape)}"
+        )
+    setattr(model.get_submodule(module), own, nn.Parameter(value.to(dtype), requires_grad=False))
+
+
+def _put_experts(path: Path, model: PreTrainedModel, name: str, found: Experts) -> None:
+    module: Any = model.get_submodule(name)
+    count, hidden, inner = int(module.num_experts), *_widths(module)
+    wanted = {"gate": (count, inner, hidden), "up": (count, inner, hidden), "down": (count, hidden, inner)}
+    for part, shape in wanted.items():
+        stack: Stack = getattr(found, part)
+        if stack.weight.shape != shape:
+            raise UnsupportedModel(f"{path} has {name}.{part} of the shape {stack.weight.shape}; the model has {shape}")
+        if (stack.bias is None) != (getattr(module, "down_proj_bias", None) is None) or (
+            stack.bias is not None and tuple(stack.bias.shape) != shape[:2]
+        ):
+            raise UnsupportedModel(f"{path} has other biases of {name}.{part} than the model")
+        _check_width(path, f"{name}.{part}", stack.weight)
+    model.set_submodule(name, BlockExperts(found.gate, found.up, found.down, module))
+
+
+def _widths(module: Any) -> tuple[int, int]:
+    """The widths of rows and of experts' inner values, in a module of transformers."""
+    if hasattr(module, "act_fn"):
+        return int(module.down_proj.shape[1]), int(module.down_proj.shape[2])
+    return int(module.down_proj.shape[2]), int(module.down_proj.shape[1])  # gpt-oss
 
 
 def _check_width(path: Path, name: str, weight: Blocks) -> None:

@@ -33,7 +33,7 @@ from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files
-from keepwarm.runtime.gguf import load_gguf
+from keepwarm.runtime.gguf.loading import load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.int4.folder import kept_int4
 from keepwarm.runtime.native.proof import variance

@@ -21,9 +21,7 @@ from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import LoadedModel, load
 from keepwarm.runtime.native.blocks import KINDS, BlockLinear, Blocks, Packed, can_compute, raw_bytes
 from keepwarm.runtime.native.decoder import unsupported
-from keepwarm.runtime.native.description import Experts, Linear, NotCovered
 from keepwarm.runtime.native.families import described
-from keepwarm.runtime.native.families.checks import check
 from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.probe import probe
 from keepwarm.runtime.runner import Runner
@@ -34,7 +32,7 @@ pytestmark = [
     pytest.mark.host_memory("the lean decoder attends to the host's memory"),
 ]
 LENGTH = 90
-EVERY = {  # all kinds in one model
+EVERY = {  # kinds of 4 to 8 bits in one model
     "attn_q": "Q4_0",
     "attn_k": "Q4_1",
     "attn_v": "Q5_0",
@@ -46,15 +44,29 @@ EVERY = {  # all kinds in one model
     "": "Q5_K",
 }
 
+OTHERS = {  # kinds of few bits, and kinds whose codes stand for numbers of a table
+    "attn_q": "IQ4_NL",
+    "attn_k": "IQ4_XS",
+    "attn_v": "MXFP4",
+    "attn_output": "Q3_K",
+    "ffn_gate": "IQ4_XS",
+    "ffn_up": "MXFP4",
+    "ffn_down": "Q3_K",
+    "output": "Q2_K",
+    "": "IQ4_XS",
+}
+
 
 def of(kind: str, rows: int, columns: int, seed: int = 0) -> Blocks:
     return Blocks(raw_bytes(blocks(kind, rows, columns, seed)), KINDS[kind], columns)
 
 
-@pytest.fixture(scope="module", params=["every-float32", "every-bfloat16", "mixture-float32"])
+@pytest.fixture(scope="module", params=["every-float32", "every-bfloat16", "mixture-float32", "others-float32"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     kinds, dtype = request.param.split("-")
-    path = write(tmp_path_factory.mktemp("gguf") / "m.gguf", {"every": EVERY, "mixture": MIXTURE}[kinds])
+    path = write(
+        tmp_path_factory.mktemp("gguf") / "m.gguf", {"every": EVERY, "mixture": MIXTURE, "others": OTHERS}[kinds]
+    )
     return load(path, EngineConfig.build(dtype=dtype))
 
 
@@ -76,7 +88,7 @@ def test_a_plain_product_rounds_as_float32_does(kind: str) -> None:
 def test_packed_weights_take_little_more_room_than_the_file() -> None:
     for kind in KINDS:
         weight = of(kind, 256, 2048)
-        assert Packed([weight]).nbytes <= 1.05 * weight.raw.numel()
+        assert Packed([weight]).nbytes <= (1.06 if kind == "Q3_K" else 1.05) * weight.raw.numel()
 
 
 def arena(model: LoadedModel) -> Arena:
@@ -152,14 +164,6 @@ def test_only_whole_blocks_of_the_right_shape_are_covered(model: LoadedModel) ->
         finally:
             mlp.up_proj = up
     assert unsupported(model.model, [None] * 2) == ""
-
-
-def test_experts_in_blocks_are_not_covered(model: LoadedModel) -> None:
-    found = described(model.model)
-    assert found.layers[0].mlp is not None
-    experts = Experts(Linear(torch.zeros(4, 256)), found.layers[0].mlp, chosen=2)
-    with pytest.raises(NotCovered, match="experts with weights in blocks"):
-        check(replace(found, layers=tuple(replace(each, experts=experts) for each in found.layers)), 2)
 
 
 def test_the_outline_names_weights_in_blocks(model: LoadedModel) -> None:

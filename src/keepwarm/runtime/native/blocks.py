@@ -29,9 +29,14 @@ KINDS = {  # ggml's names and numbers, as in blocks.h
     "Q5_0": 6,
     "Q5_1": 7,
     "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "MXFP4": 39,
 }
 FLOATS = {torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside such as are in blocks
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
@@ -95,7 +100,7 @@ class Blocks:
     columns: int
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return len(self), self.columns
 
     def __len__(self) -> int:
@@ -113,11 +118,15 @@ class Blocks:
         length = row_bytes(self.source)
         return length > _NO_ROWS and self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
 
+    def split(self, sizes: Sequence[int]) -> tuple[Blocks, ...]:
+        """Return weights with so many of the rows each."""
+        return tuple(Blocks(raw, self.kind, self.columns) for raw in self.raw.split(list(sizes)))
+
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers `[n]` as float32 `[n, in]`. Raises IndexError for a row out of range."""
         numbers = rows.to(torch.int64).contiguous()
-        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.shape[0]:
-            raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {self.shape[0]}")
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self):
+            raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {len(self)}")
         made = torch.empty(len(numbers), self.columns)
         source = ctypes.byref(self.source)
         _compute().keepwarm_widen(source, _at(numbers), ctypes.c_int64(len(numbers)), _at(made))

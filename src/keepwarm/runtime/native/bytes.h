@@ -23,6 +23,9 @@ template <int BY> inline Bytes raised(Bytes v) {  // shifts each byte; the bits 
 template <int MASK> inline Bytes joined(Bytes low, Bytes v) {  // low | v & MASK
     return _mm512_ternarylogic_epi64(low, v, _mm512_set1_epi8(MASK), 0xf8);
 }
+inline Bytes looked_up(const uint8_t* table, Bytes index) {  // of a table of sixteen
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), index);
+}
 inline Sums sums_from(int32_t x) { return _mm512_set1_epi32(x); }
 template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
     int32_t four;
@@ -51,6 +54,10 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes v) {
     const __m256i mask = _mm256_set1_epi8(MASK);
     for (int i = 0; i < 2; i++) low.h[i] = _mm256_or_si256(low.h[i], _mm256_and_si256(v.h[i], mask));
     return low;
+}
+inline Bytes looked_up(const uint8_t* table, Bytes index) {
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(numbers, index.h[0]), _mm256_shuffle_epi8(numbers, index.h[1])};
 }
 inline Sums sums_from(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 // Returns the sums of four products of 8-bit codes.
@@ -115,6 +122,10 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes b) {
     for (int i = 0; i < 4; i++) low.q[i] = vorrq_u8(low.q[i], vandq_u8(b.q[i], vdupq_n_u8(MASK)));
     return low;
 }
+inline Bytes looked_up(const uint8_t* table, Bytes index) {
+    for (auto& q : index.q) q = vqtbl1q_u8(vld1q_u8(table), q);
+    return index;
+}
 inline Sums sums_from(int32_t x) { const int32x4_t all = vdupq_n_s32(x); return {all, all, all, all}; }
 template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
     int32_t four;
@@ -157,6 +168,7 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes b) {
     for (int i = 0; i < 64; i++) low.v[i] |= b.v[i] & MASK;
     return low;
 }
+inline Bytes looked_up(const uint8_t* table, Bytes index) { for (auto& v : index.v) v = table[v]; return index; }
 inline Sums sums_from(int32_t x) { return filled<VecI>(x); }
 template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
     int32_t sum[LANES];

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Computes score = x router for `rows` rows, as thread `id` of `of` threads. `x` is not rounded.
+// Computes score = x router for `rows` rows, as thread `id` of `of` threads. `x` is not rounded. The router is of dtype T.
 template <class T, class Rows>
 void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int rows, int id, int of) {
     constexpr int BLOCK = PlainRows<float>::BLOCK;
@@ -118,7 +118,7 @@ void widen_experts(const Model& m, const Experts& e, const Routes<Rows>& r, int 
             up_bias = e.all.up_bias ? e.all.up_bias + i * inner : nullptr;
         }
         for (int from = r.first[i]; from < r.last[i]; from += step)
-            for (int64_t c = 0; c < inner; c += LANES, turn++) {
+            for (int64_t c = 0; c < inner; c += LANES, turn += c % Rows::UNIT == 0) {
                 if (turn % of != id) continue;
                 const int64_t at = (i * inner + c) / LANES * panel, ahead = c + of * LANES - inner;
                 const int64_t next = ahead < 0 ? at + of * panel : (after * inner + ahead) / LANES * panel;
@@ -179,13 +179,13 @@ void narrow_experts(const Model& m, const Experts& e, const Routes<Rows>& r, flo
 // Adds to y the results of a layer's experts and of its own MLP beside them, for the first `rows` rows. With `fresh`, y is
 // set to zero before. The normed input is in b.h and, without rounding, in b.routes.normed. Threads do not wait for each
 // other at the end.
-template <class T, class Rows>
+template <class T, class Router, class Rows>
 void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, float* y, bool fresh, int id, int of,
                  Barrier& barrier) {
     const Experts& e = w.experts;
     const Routes<Rows>& r = b.routes;
     const Rows inner(w.mlp.inner, (float*)b.inner.p);
-    score_rows<T>(m, e, r, rows, id, of);
+    score_rows<Router>(m, e, r, rows, id, of);
     barrier.wait(of);
     for (int row = id; row < rows; row += of) choose_row(m, e, r, row, fresh ? 1.f : m.residual);
     barrier.wait(of);

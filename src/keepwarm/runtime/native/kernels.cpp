@@ -37,7 +37,7 @@ struct Vectors {
     using Element = T;
     using Logit = T;  // logits are rounded to this dtype
     using Rows = PlainRows<X>;
-    static constexpr bool EXPERTS = true;  // whether a layer may have experts
+    using Router = T;     // the dtype of routers' weights
     struct Thread {};
     template <int DV> using Lanes = ::Lanes<T, X, DV>;
     static constexpr int DEEP = Operand<X>::MANY;  // so many elements of an inner dimension are packed together
@@ -48,7 +48,7 @@ struct Tiles {
     using Element = bf16;
     using Logit = bf16;
     using Rows = TileRows;
-    static constexpr bool EXPERTS = true;
+    using Router = bf16;
     using Thread = TileRegisters;
     template <int DV> using Lanes = TileLanes<DV>;
     static constexpr int DEEP = ::DEEP;
@@ -65,7 +65,7 @@ template <class How>
 struct Quantized : How {
     using Logit = float;
     using Rows = QuantRows;
-    static constexpr bool EXPERTS = false;
+    using Router = float;
 };
 using Narrow = Quantized<Half>;
 using Full = Quantized<Vectors<float>>;
@@ -291,17 +291,16 @@ int forward(const Model& m, Step& s) {
                 attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
-            if constexpr (How::EXPERTS)
-                if (w.experts.count) {
-                    for (int row = id; row < on.rows; row += of)
-                        normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
-                               [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
-                    barrier.wait(of);
-                    const bool apart = w.after_mlp.weight;
-                    run_experts<T>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
-                    settle(on.rows, w.after_mlp);
-                    continue;
-                }
+            if (w.experts.count) {
+                for (int row = id; row < on.rows; row += of)
+                    normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
+                           [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+                barrier.wait(of);
+                const bool apart = w.after_mlp.weight;
+                run_experts<T, typename How::Router>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
+                settle(on.rows, w.after_mlp);
+                continue;
+            }
             for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
             barrier.wait(of);
             const Rows inner(w.mlp.inner, (float*)b.inner.p);

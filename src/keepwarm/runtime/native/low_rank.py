@@ -76,8 +76,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, int, str, tuple[int, int]]
     """Yield address, bytes of a row, name and shape of every linear module's weight, as the families read it."""
     for name, module in model.named_modules():
         held = getattr(module, "blocks", None) or getattr(module, "weight", None)
-        if isinstance(held, Blocks):
-            yield *_whereabouts(held), name, held.shape
+        if isinstance(held, Blocks) and len(held.shape) == 2:  # others are experts
+            yield *_whereabouts(held), name, (len(held), held.columns)
         elif isinstance(held, torch.Tensor) and held.dim() == 2:
             yield *_whereabouts(held), name, (held.shape[0], held.shape[1])
 

@@ -19,7 +19,8 @@ constexpr int CACHED = 512 << 10;  // bytes of rows that are used at once: at mo
 template <class X>
 struct PlainRows {  // [rows, width]
     static constexpr int BLOCK = SUMS, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
-    static constexpr int TOGETHER = 1;
+    static constexpr int TOGETHER = 1;  // an expert's rows begin at a multiple of this
+    static constexpr int UNIT = LANES;  // one thread must put so many columns of a row, from a multiple on
     static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     X* p = nullptr;

@@ -1,4 +1,4 @@
-// Products with weights in blocks of 4 to 8 bits (blocks.h). The weights are never widened to floats.
+// Products with weights in blocks of 2 to 8 bits (blocks.h). The weights are never widened to floats.
 //
 // The other operand is rounded to 8 bits, in blocks of 32 columns with their own scale. The sum within a block adds
 // integers, so it is exact in any order. The sums of a row's blocks are added as floats, one after another. So a row's
@@ -59,7 +59,8 @@ inline void round_block(Vec first, Vec second, Rounded& to) {
 // Rounded rows [rows, width], stored as [rows / 12][width / 32][12]. So a product reads at fixed distances.
 struct QuantRows {
     static constexpr int BLOCK = 12;  // rows whose sums are computed at once
-    static constexpr int TOGETHER = 1;
+    static constexpr int TOGETHER = BLOCK;
+    static constexpr int UNIT = COLUMNS;
     static constexpr int KEPT = 0;    // nothing of a weight is kept for more rows
     template <class> using Weight = QuantPanel;
     Rounded* p = nullptr;
@@ -105,10 +106,10 @@ inline Vec long_scales(const uint8_t* p) {
 template <int KIND>
 struct Format {
     static constexpr Shape SHAPE = shape_of(KIND);
-    static constexpr bool SPLIT = KIND == Q6_K;  // the halves of a block have different scales
+    static constexpr bool SPLIT = SHAPE.split();  // the halves of a block have different scales
     const uint8_t *codes, *scales;
     Bytes code[8];
-    Vec scale, other, least, factor, least_factor;  // `other` is the scale of the second half
+    Vec scale, other, least, other_least, factor, least_factor;  // `other...` are of the second half
     explicit Format(const uint8_t* panel) : codes(panel), scales(panel) {}
 
     void next(int64_t b) {
@@ -121,12 +122,22 @@ struct Format {
             if (begins) scale = long_scales(scales), least = scale * small_floats(scales + 48);
             return;
         }
+        if constexpr (SHAPE.book == FP4) {
+            scale = as_floats(of_bytes<VecU>(scales) << 23);
+            scales += SHAPE.scales;
+            return;
+        }
         if (!SHAPE.shared || begins) {
             factor = halves(scales);
             if (SHAPE.least) least_factor = halves(scales + 32);
             scales += SHAPE.shared;
         }
-        if constexpr (SPLIT) scale = factor * signed_floats(scales), other = factor * signed_floats(scales + LANES);
+        if constexpr (SPLIT && SHAPE.least) {
+            const VecI first = of_bytes<VecI>(scales), second = of_bytes<VecI>(scales + LANES);
+            scale = factor * to_floats(first & 15), least = least_factor * to_floats(first >> 4);
+            other = factor * to_floats(second & 15), other_least = least_factor * to_floats(second >> 4);
+        } else if constexpr (SPLIT) scale = factor * signed_floats(scales), other = factor * signed_floats(scales + LANES);
+        else if constexpr (SHAPE.shared && !SHAPE.least) scale = factor * signed_floats(scales);
         else if constexpr (SHAPE.shared) scale = factor * small_floats(scales), least = least_factor * small_floats(scales + LANES);
         else scale = factor, least = least_factor;
         scales += SHAPE.scales;
@@ -134,8 +145,9 @@ struct Format {
 
     static int32_t start(const Rounded& x, int half) {
         if (KIND == Q6_K) return x.less_32[half];
+        if (KIND == Q3_K) return x.less_32[half] >> 3;
         if (half) return 0;
-        return KIND == Q4_0 ? x.less_8 : KIND == Q5_0 ? x.less_16 : KIND == Q8_0 ? x.less_128 : 0;
+        return SHAPE.less == 8 ? x.less_8 : SHAPE.less == 16 ? x.less_16 : SHAPE.less == 128 ? x.less_128 : 0;
     }
 
 private:
@@ -144,10 +156,28 @@ private:
             for (int i = 0; i < 8; i++) code[i] = bytes_at(codes + i * 64);
             return;
         }
+        if constexpr (SHAPE.bits < 4) {
+            for (int h = 0; h < 2; h++) {
+                const Bytes v = bytes_at(codes + h * 64);
+                Bytes* const to = code + 4 * h;
+                to[0] = joined<3>(Bytes{}, v), to[1] = joined<3>(Bytes{}, raised<-2>(v));
+                to[2] = joined<3>(Bytes{}, raised<-4>(v)), to[3] = joined<3>(Bytes{}, raised<-6>(v));
+            }
+            if constexpr (SHAPE.bits == 3) {
+                const Bytes v = bytes_at(codes + 128);
+                code[0] = joined<4>(code[0], raised<2>(v)), code[1] = joined<4>(code[1], raised<1>(v));
+                code[2] = joined<4>(code[2], v), code[3] = joined<4>(code[3], raised<-1>(v));
+                code[4] = joined<4>(code[4], raised<-2>(v)), code[5] = joined<4>(code[5], raised<-3>(v));
+                code[6] = joined<4>(code[6], raised<-4>(v)), code[7] = joined<4>(code[7], raised<-5>(v));
+            }
+            return;
+        }
         for (int i = 0; i < 4; i++) {
             const Bytes v = bytes_at(codes + i * 64);
             code[i] = low_bits(v), code[4 + i] = low_bits(raised<-4>(v));
         }
+        if constexpr (SHAPE.book != NONE)
+            for (int i = 0; i < 8; i++) code[i] = looked_up(BOOKS[SHAPE.book], code[i]);
         if constexpr (SHAPE.bits == 5) {
             const Bytes v = bytes_at(codes + 256);
             code[0] = joined<16>(code[0], raised<4>(v)), code[1] = joined<16>(code[1], raised<3>(v));
@@ -200,14 +230,20 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
 #pragma GCC unroll 12
         for (int m = 0; m < MB; m++) {  // without unrolling, the sums would be kept in memory
             Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
-            first = add_half<SHAPE.bits>(first, f.code, x[m].x);
+            first = add_half<SHAPE.wide()>(first, f.code, x[m].x);
             Sums& rest = APART ? second : first;
-            rest = add_half<SHAPE.bits>(rest, f.code + 4, x[m].x + LANES);
+            rest = add_half<SHAPE.wide()>(rest, f.code + 4, x[m].x + LANES);
             Vec value;
             if constexpr (SPLIT) value = fused(floats(second), f.other, floats(first) * f.scale);
             else value = floats(APART ? both(first, second) : first) * f.scale;
             sums[m] = fma(value, splat(x[m].scale), sums[m]);
-            if constexpr (SHAPE.least) sums[m] = fma(-f.least, splat(x[m].total), sums[m]);
+            if constexpr (SPLIT && SHAPE.least) {
+                const float by = x[m].scale / -32;  // exact
+                sums[m] = fma(-f.least, splat(x[m].less_32[0] * by), sums[m]);
+                sums[m] = fma(-f.other_least, splat(x[m].less_32[1] * by), sums[m]);
+            } else if constexpr (SHAPE.least) {
+                sums[m] = fma(-f.least, splat(x[m].total), sums[m]);
+            }
         }
     }
     for (int m = 0; m < MB; m++) to[m] = sums[m];
@@ -237,8 +273,13 @@ inline auto with_kind(int kind, Work work) {
         case Q5_0: return work(Count<Q5_0>{});
         case Q5_1: return work(Count<Q5_1>{});
         case Q8_0: return work(Count<Q8_0>{});
+        case Q2_K: return work(Count<Q2_K>{});
+        case Q3_K: return work(Count<Q3_K>{});
         case Q4_K: return work(Count<Q4_K>{});
         case Q5_K: return work(Count<Q5_K>{});
+        case IQ4_NL: return work(Count<IQ4_NL>{});
+        case IQ4_XS: return work(Count<IQ4_XS>{});
+        case MXFP4: return work(Count<MXFP4>{});
         case F16: return work(Count<F16>{});
         case BF16: return work(Count<BF16>{});
         case INT4_32: return work(Count<INT4_32>{});
@@ -273,13 +314,13 @@ inline void look_up(const uint8_t* panel, int o, int width, float factor, float*
         for (int64_t b = 0; b < blocks_of(width); b++) {
             f.next(b);
             alignas(64) uint8_t code[8][64];
-            float of[3][LANES];
+            float of[4][LANES];
             std::memcpy(code, f.code, sizeof code);
-            store(of[0], f.scale), store(of[1], f.other), store(of[2], f.least);
+            store(of[0], f.scale), store(of[1], f.other), store(of[2], f.least), store(of[3], f.other_least);
             for (int c = 0; c < COLUMNS; c++) {
-                const float scale = of[f.SPLIT && c >= LANES][o];
-                const float value = scale * (code[c / 4][o * 4 + c % 4] - f.SHAPE.less);
-                to[b * COLUMNS + c] = (f.SHAPE.least ? value - of[2][o] : value) * factor;
+                const bool second = f.SPLIT && c >= LANES;
+                const float value = of[second][o] * (code[c / 4][o * 4 + c % 4] - f.SHAPE.less);
+                to[b * COLUMNS + c] = (f.SHAPE.least ? value - of[2 + second][o] : value) * factor;
             }
         }
     }

@@ -48,6 +48,7 @@ template <int C, int A, int B> inline void tile_add() {  // C += A B
 struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width / 32] tiles
     static constexpr int BLOCK = 2 * LANES;  // rows whose sums are computed at once
     static constexpr int TOGETHER = LANES;   // rows of a tile: they are multiplied with the same weights
+    static constexpr int UNIT = LANES;
     static constexpr int KEPT = BLOCK;       // for more rows, weights are unpacked only once
     template <class> using Weight = WeightPanel;
     bf16* p = nullptr;

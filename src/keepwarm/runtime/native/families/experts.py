@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from keepwarm.runtime.native.block_experts import BlockExperts
 from keepwarm.runtime.native.description import Experts, LayerParts, Linear, Mlp, NotCovered, Sigmoid
 from keepwarm.runtime.native.families import llama
 
@@ -28,7 +29,7 @@ def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
         all=gated(module.experts),
         chosen=router.top_k,
         over_all=by_sigmoid is None and not getattr(router, "norm_topk_prob", True),
-        gate=None if gate is None else gate.weight.detach(),
+        gate=None if gate is None else llama.exact(gate),
         sigmoid=by_sigmoid,
     )
     return {"mlp": None if own is None else llama.mlp(own), "experts": found}
@@ -36,7 +37,7 @@ def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
 
 def routing(router: Any) -> Linear:
     bias = getattr(router, "bias", None)
-    return Linear(router.weight.detach(), None if bias is None else bias.detach())
+    return Linear(llama.exact(router), None if bias is None else bias.detach())
 
 
 def sigmoid(module: Any, router: Any) -> Sigmoid | None:
@@ -62,9 +63,17 @@ def sigmoid(module: Any, router: Any) -> Sigmoid | None:
 
 
 def gated(module: Any) -> Mlp:
-    """Return experts from a weight that has each one's gate and then its up, `[experts, 2 * inner, hidden]`."""
+    """Return experts from a weight that has each one's gate and then its up, `[experts, 2 * inner, hidden]`; or in
+    blocks."""
+    if isinstance(module, BlockExperts):
+        return in_blocks(module, llama.activation(module.act_fn))
     gates, ups = module.gate_up_proj.detach().chunk(2, dim=1)
     return Mlp(Linear(ups), Linear(module.down_proj.detach()), llama.activation(module.act_fn), Linear(gates))
+
+
+def in_blocks(module: BlockExperts, activation: str) -> Mlp:
+    gate, up, down = (Linear(each.blocks, each.bias) for each in (module.gate, module.up, module.down))
+    return Mlp(up, down, activation, gate)
 
 
 def layer(module: Any, mlp: dict[str, Any], attention: Any = None) -> LayerParts:

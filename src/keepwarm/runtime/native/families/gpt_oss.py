@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from keepwarm.runtime.native.block_experts import BlockExperts
 from keepwarm.runtime.native.description import Description, Experts, Linear, Mlp, Table, alike
 from keepwarm.runtime.native.families import experts, llama
 
@@ -28,6 +29,9 @@ def describe(model: Any) -> Description:
 
 
 def _experts(module: Any) -> Experts:
+    if isinstance(module.experts, BlockExperts):
+        mlp = experts.in_blocks(module.experts, "clamped")
+        return Experts(experts.routing(module.router), mlp, module.router.top_k)
     every = module.experts  # its weights are [experts, in, out], with gates and ups in turn
     gates, ups = experts.interleaved(every.gate_up_proj.detach())
     gate_bias, up_bias = experts.interleaved(every.gate_up_proj_bias.detach())

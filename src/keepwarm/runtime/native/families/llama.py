@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.description import (
@@ -83,19 +82,25 @@ def norm(module: Any, more: float = 0.0) -> Norm | None:
     if module is None:
         return None
     bias = getattr(module, "bias", None)
-    exact = getattr(module, "exact", module.weight)  # from a GGUF file; the module's own weight is rounded
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return Norm(exact.detach().float() + more, epsilon, None if bias is None else bias.detach().float())
+    return Norm(exact(module).float() + more, epsilon, None if bias is None else bias.detach().float())
+
+
+def exact(module: Any) -> torch.Tensor:
+    """Return a module's weight as its file has it. From a GGUF file, the module's own weight is rounded."""
+    found: torch.Tensor = getattr(module, "exact", module.weight)
+    return found.detach()
 
 
 def linear(module: Any) -> Linear:
     return Linear(weight(module), None if module.bias is None else module.bias.detach())
 
 
-def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:
+def split(module: Any, *sizes: int) -> tuple[Linear, ...]:
     """Return the parts of a fused product. `sizes` are their numbers of outputs; by default it is halved."""
-    sizes = sizes or (len(module.weight) // 2,) * 2
-    weights = module.weight.detach().split(sizes)
+    fused = weight(module)
+    sizes = sizes or (len(fused) // 2,) * 2
+    weights = fused.split(sizes)
     biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
     return tuple(map(Linear, weights, biases))
 

@@ -20,6 +20,8 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPIN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+from keepwarm.runtime.gguf.architectures import architecture_of
+
 _LENGTH = struct.Struct("<Q")
 _WHOLE = (GGUFValueType.INT32, GGUFValueType.UINT32, GGUFValueType.INT64, GGUFValueType.UINT64)
 
@@ -89,34 +91,25 @@ class Reader(GGUFReader):
 
 
 def read_config(reader: Reader) -> PreTrainedConfig:
-    """The configuration that transformers makes of the metadata. Raises KeyError for an unknown architecture."""
-    architecture = reader.value("general.architecture")
-    kind = "mistral" if (architecture, reader.value("general.name")) == ("llama", "mistral") else architecture
+    """The configuration that a file's metadata makes. Raises KeyError for an unknown architecture."""
+    own, name = architecture_of(reader), reader.value("general.architecture")
     told: dict[str, Any] = {"tie_word_embeddings": all(each.name != "output.weight" for each in reader.tensors)}
-    told |= GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}
-    names: dict[str, dict[str, Any]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # type: ignore[assignment]
-    for name in reader.fields:
-        group, _, key = name.replace(architecture, kind).partition(".")
-        renamed = names.get(group, {}).get(key)
-        if isinstance(renamed, str) and (value := reader.value(name)) is not None:
-            told[renamed] = value.replace(architecture, kind) if isinstance(value, str) else value
+    table = own.names or name
+    told |= GGUF_CONFIG_DEFAULTS_MAPPING.get(table) or {}
+    for group, of in ((name, table), ("tokenizer", "tokenizer"), ("general", "general")):
+        named = {renamed: reader.value(f"{group}.{key}") for key, renamed in _renamed(of)}
+        told |= {renamed: value for renamed, value in named.items() if value is not None}
     if (words := reader.length("tokenizer.ggml.tokens")) is not None:
         told.setdefault("vocab_size", words)
-    if kind == "lfm2":
-        told |= _told_of_lfm2(reader)
+    told |= {"model_type": own.model_type or name} | own.told(reader)
     made: PreTrainedConfig = CONFIG_MAPPING[told["model_type"]].from_dict(told)
     return made
 
 
-def _told_of_lfm2(reader: Reader) -> dict[str, Any]:
-    """What a file of LFM2 says in other ways: a layer without heads of keys is a short convolution."""
-    heads = reader.numbers("lfm2.attention.head_count_kv")
-    return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "block_auto_adjust_ff_dim": False,
-        "norm_eps": float(reader.value("lfm2.attention.layer_norm_rms_epsilon")),  # transformers reads another name
-    }
+def _renamed(table: str) -> list[tuple[str, str]]:
+    """The names of metadata in a table of transformers, with what its configurations call them."""
+    names: dict[str, dict[str, Any]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # type: ignore[assignment]
+    return [(key, renamed) for key, renamed in names[table].items() if isinstance(renamed, str)]
 
 
 def read_tokenizer(path: Path, config: PreTrainedConfig) -> Any:

@@ -1,0 +1,151 @@
+"""The architectures of GGUF files that run here, and what transformers does not read of them by itself.
+
+transformers' tables rename the metadata that most architectures have. What else a file says, or what llama.cpp's own
+code says of an architecture (`src/llama-model.cpp` there), is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Metadata(Protocol):
+    """What a file says before its weights."""
+
+    def value(self, name: str) -> Any:
+        """A number or a text; None if it is not there, or an array."""
+        ...
+
+    def numbers(self, name: str) -> list[int]:
+        """Whole numbers. Raises KeyError if the array is not there, ValueError if it holds others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a value of `general.architecture` is read. `model_type` is transformers' name of the model, and `names` that
+    of its table of metadata; both default to the architecture's own name. `told` gives more of the configuration. A
+    file may rotate a part of a head's dims if `partial`, and scale its rotary embedding in the ways `scaled`."""
+
+    model_type: str = ""
+    names: str = ""
+    told: Callable[[Metadata], dict[str, Any]] = lambda _: {}
+    partial: bool = False
+    scaled: tuple[str, ...] = ()
+
+
+def _lfm2(file: Metadata) -> dict[str, Any]:
+    """A layer without heads of keys is a short convolution."""
+    heads = file.numbers("lfm2.attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": float(file.value("lfm2.attention.layer_norm_rms_epsilon")),  # transformers reads another name
+    }
+
+
+def _gemma(file: Metadata, architecture: str, layers_of_27b: int) -> dict[str, Any]:
+    """Scores have the scale of a head's width. Those of the model of 27 B have another one, which no file names."""
+    told = {name: file.value(f"{architecture}.{name}") for name in _CAPS}
+    heads = file.value(f"{architecture}.attention.head_count")
+    if file.value(f"{architecture}.block_count") == layers_of_27b:
+        told["query_pre_attn_scalar"] = file.value(f"{architecture}.embedding_length") // heads
+    else:
+        told["query_pre_attn_scalar"] = file.value(f"{architecture}.attention.key_length")
+    return {name: value for name, value in told.items() if value is not None}
+
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _gemma2(file: Metadata) -> dict[str, Any]:
+    return _gemma(file, "gemma2", 46)
+
+
+def _gemma3(file: Metadata) -> dict[str, Any]:
+    """Layers with a window rotate by a base that older files do not name. The others may be scaled."""
+    whole: dict[str, Any] = {"rope_type": "default", "rope_theta": file.value("gemma3.rope.freq_base") or 1e6}
+    if file.value("gemma3.rope.scaling.type") == "linear":
+        whole |= {"rope_type": "linear", "factor": file.value("gemma3.rope.scaling.factor")}
+    local = {"rope_type": "default", "rope_theta": file.value("gemma3.rope.freq_base_swa") or 1e4}
+    return _gemma(file, "gemma3", 62) | {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+
+
+def _phi3(file: Metadata) -> dict[str, Any]:
+    width = file.value("phi3.embedding_length") // file.value("phi3.attention.head_count")
+    return {
+        "sliding_window": file.value("phi3.attention.sliding_window") or None,  # llama.cpp ignores it
+        "partial_rotary_factor": (file.value("phi3.rope.dimension_count") or width) / width,
+        "original_max_position_embeddings": file.value("phi3.context_length"),
+    }
+
+
+def _qwen2moe(file: Metadata) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": file.value("qwen2moe.expert_feed_forward_length"),
+        "shared_expert_intermediate_size": file.value("qwen2moe.expert_shared_feed_forward_length"),
+    }
+
+
+def _qwen3moe(file: Metadata) -> dict[str, Any]:
+    return {"moe_intermediate_size": file.value("qwen3moe.expert_feed_forward_length")}
+
+
+def _mixtral(file: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": file.value("llama.expert_count"),
+        "num_experts_per_tok": file.value("llama.expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _gpt_oss(file: Metadata) -> dict[str, Any]:
+    """The range of frequencies that are scaled is that of the model's own configuration; no file names it."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.value("gpt-oss.rope.freq_base")}
+    if file.value("gpt-oss.rope.scaling.type") == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": file.value("gpt-oss.rope.scaling.factor"),
+            "original_max_position_embeddings": file.value("gpt-oss.rope.scaling.original_context_length")
+            or file.value("gpt-oss.context_length"),
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        }
+    return {
+        "intermediate_size": file.value("gpt-oss.expert_feed_forward_length"),
+        "head_dim": file.value("gpt-oss.attention.key_length"),
+        "sliding_window": file.value("gpt-oss.attention.sliding_window"),
+        "rope_parameters": rope,
+    }
+
+
+_MIXTRAL = Architecture("mixtral", "llama", told=_mixtral)  # `llama` with experts
+_MISTRAL = Architecture("mistral", "mistral")
+
+ARCHITECTURES = {  # by values of general.architecture
+    "gemma2": Architecture(told=_gemma2),
+    "gemma3": Architecture("gemma3_text", told=_gemma3, scaled=("linear",)),
+    "gpt-oss": Architecture("gpt_oss", "gpt_oss", told=_gpt_oss, scaled=("yarn",)),
+    "lfm2": Architecture(told=_lfm2),
+    "llama": Architecture(),
+    "phi3": Architecture(told=_phi3, partial=True),
+    "qwen2": Architecture(),
+    "qwen2moe": Architecture("qwen2_moe", "qwen2_moe", told=_qwen2moe),
+    "qwen3": Architecture(),
+    "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", told=_qwen3moe),
+}
+
+
+def architecture_of(file: Metadata) -> Architecture:
+    """Raises KeyError for one that does not run here."""
+    name = file.value("general.architecture")
+    found = ARCHITECTURES[name]
+    if name == "llama" and file.value("llama.expert_count"):
+        found = _MIXTRAL
+    elif name == "llama" and file.value("general.name") == "mistral":  # as transformers takes it
+        found = _MISTRAL
+    return found

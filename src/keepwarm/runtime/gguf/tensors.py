@@ -1,0 +1,140 @@
+"""The tensors of a GGUF file by their names in the model: weights in blocks, everything else in floats."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.filling import Experts
+from keepwarm.runtime.gguf.header import Reader
+from keepwarm.runtime.native.block_experts import Stack, Stacked
+from keepwarm.runtime.native.blocks import KINDS, Blocks, raw_bytes
+
+_WIDE = {  # types of floats, and how their bytes are read
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv)\.weight$")  # matrices that are floats
+_FACTORS = "rope_freqs.weight"  # rotary frequencies are divided by it
+_PARTS = ("gate", "up", "down")
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)$")
+
+
+def check_types(path: Path, tensors: Any) -> None:
+    """Raise UnsupportedModel for weights of types that the kernels do not have."""
+    others = [each for each in tensors if each.tensor_type.name not in KINDS and each.tensor_type not in _WIDE]
+    if _in_blocks(tensors):
+        others += [each for each in tensors if each.tensor_type is GGMLQuantizationType.F32 and _is_matrix(each)]
+    if others:
+        kinds = ", ".join(sorted({each.tensor_type.name for each in others}))
+        raise UnsupportedModel(
+            f"{path} has weights of the type {kinds} ({others[0].name} and {len(others) - 1} more); the kernels have "
+            f"{', '.join(KINDS)}, and F16 and BF16 beside them. Quantize it to one of these (llama-quantize), or pass "
+            "the model's folder with safetensors"
+        )
+
+
+def _is_matrix(tensor: Any) -> bool:
+    return len(tensor.shape) > 1 and not _KEPT.search(tensor.name) and not tensor.name.endswith("_exps.bias")
+
+
+def _in_blocks(tensors: Any) -> bool:
+    """Whether matrices stay as the file has them. Those of a file that nobody quantized become the model's own, but for
+    experts."""
+    return any(each.tensor_type.name in KINDS or _EXPERTS.match(each.name) for each in tensors)
+
+
+def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, Blocks | torch.Tensor | Experts]:
+    """Return the file's tensors by their names in the model."""
+    architecture = str(reader.value("general.architecture"))
+    processor, names = processor_of(model, architecture), tensor_names(model, architecture)
+    stay = _in_blocks(reader.tensors)
+    found: dict[str, Blocks | torch.Tensor | Experts] = {}
+    parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts
+    for each in reader.tensors:
+        if each.name == _FACTORS:
+            if each.tensor_type is not GGMLQuantizationType.F32:
+                raise UnsupportedModel(f"{path}: {_FACTORS} is {each.tensor_type.name}, F32 is expected")
+            _divide_frequencies(model, each.data)
+            continue
+        if each.name not in names:
+            raise UnsupportedModel(f"{path} has a tensor {each.name}, for which {type(model).__name__} has no place")
+        if piece := _EXPERTS.fullmatch(each.name):
+            parts[names[each.name]]["_".join(piece.groups())] = _of_experts(each)
+        else:
+            found[names[each.name]] = _values(each, processor, stay)
+    for module, pieces in parts.items():
+        if lacking := {f"{name}_weight" for name in _PARTS} - pieces.keys():
+            raise UnsupportedModel(f"{path} lacks {', '.join(sorted(lacking))} of {module}")
+        found[module] = Experts(*(Stack(pieces[f"{name}_weight"], pieces.get(f"{name}_bias")) for name in _PARTS))
+    return found
+
+
+def _values(tensor: Any, processor: Any, stay: bool) -> Blocks | torch.Tensor:
+    """Return a tensor as the model has it. A matrix stays in blocks, or in floats of 16 bits, if its model's do."""
+    values: npt.NDArray[Any] = tensor.data
+    kind, is_matrix = tensor.tensor_type, _is_matrix(tensor)
+    if kind in _WIDE and not (stay and is_matrix):
+        floats = _floats(tensor)
+        made = torch.from_numpy(np.ascontiguousarray(processor.process(weights=floats, name=tensor.name).weights))
+        return made if kind is GGMLQuantizationType.F32 or not is_matrix else made.to(_WIDE[kind])
+    if kind in _WIDE:  # a processor reorders rows
+        values = values.view(np.uint8).reshape(len(values), -1)
+    values = processor.process(weights=values, name=tensor.name).weights
+    return Blocks(raw_bytes(values), int(kind), int(tensor.shape[0]))
+
+
+def _of_experts(tensor: Any) -> Stacked | torch.Tensor:
+    """Return the weights or biases of a layer's experts."""
+    if tensor.name.endswith(".bias"):
+        return torch.from_numpy(np.ascontiguousarray(_floats(tensor)))
+    rows, experts = int(tensor.shape[1]), int(tensor.shape[2])
+    raw = raw_bytes(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(experts * rows, -1))
+    return Stacked(raw, int(tensor.tensor_type), int(tensor.shape[0]), experts)
+
+
+def _floats(tensor: Any) -> npt.NDArray[np.float32]:
+    """Return a tensor of floats in float32, `[..., columns]`."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    raw = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1))
+    return raw.view(_WIDE[tensor.tensor_type]).reshape(shape).float().numpy()
+
+
+def processor_of(model: PreTrainedModel, architecture: str) -> Any:
+    """Return what transformers does to the values of a file's tensors."""
+    made: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return made(config=model.config.to_dict())
+
+
+def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
+    """Return the model's name of each tensor that a file may have. That of experts is their module's. transformers has
+    a function for it, which makes its table of names anew for every module."""
+    key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(key, model.config.num_hidden_layers)
+    found: dict[str, str] = {}
+    for name in model.state_dict():
+        module, _, own = name.rpartition(".")
+        if module.endswith(".experts"):
+            layer = next(part for part in module.split(".") if part.isdigit())
+            found |= {f"blk.{layer}.ffn_{part}_exps.{of}": module for part in _PARTS for of in ("weight", "bias")}
+        elif (theirs := table.get_name(name, (".weight", ".bias"))) is not None:
+            found[theirs if own in ("weight", "bias") else f"{theirs}.weight"] = name
+    return found
+
+
+def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
+    rotary: Any = model.get_decoder().rotary_emb
+    for name in ("inv_freq", "original_inv_freq"):
+        if (table := getattr(rotary, name, None)) is not None:
+            table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))

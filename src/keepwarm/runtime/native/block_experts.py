@@ -1,0 +1,83 @@
+"""Experts whose weights keep the blocks of their file (`blocks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Stacked(Blocks):
+    """The weights of all experts, one under the other: `raw` is uint8 `[experts * out, bytes of a row]`."""
+
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts, len(self) // self.experts, self.columns
+
+    def of(self, expert: int) -> Blocks:
+        rows = len(self) // self.experts
+        return Blocks(self.raw[expert * rows : (expert + 1) * rows], self.kind, self.columns)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One product of all experts. `bias`: float32 `[experts, out]`."""
+
+    weight: Stacked
+    bias: torch.Tensor | None = None
+
+
+class BlockStack(nn.Module):
+    """A product of all experts, in float32, from the file's own bytes."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.kind, self.columns, self.experts = stack.weight.kind, stack.weight.columns, stack.weight.experts
+        self.register_buffer("weight", stack.weight.raw)
+        self.register_buffer("bias", stack.bias)
+
+    @property
+    def blocks(self) -> Stacked:
+        return Stacked(self.weight, self.kind, self.columns, self.experts)
+
+    def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        made = self.blocks.of(expert).product(x)
+        return made if self.bias is None else made + self.bias[expert]
+
+
+class BlockExperts(nn.Module):
+    """A layer's experts, in place of a module of transformers, which gives the activation."""
+
+    def __init__(self, gate: Stack, up: Stack, down: Stack, like: Any) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = map(BlockStack, (gate, up, down))
+        self.act_fn: Callable[[torch.Tensor], torch.Tensor] | None = getattr(like, "act_fn", None)
+        if self.act_fn is None:  # gpt-oss
+            self.alpha, self.limit = float(like.alpha), float(like.limit)
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the sums `[rows, hidden]` of the experts `chosen` `[rows, n]`, multiplied by `shares` `[rows, n]`."""
+        made = torch.zeros_like(hidden, dtype=torch.float32)
+        for expert in chosen.unique().tolist():
+            rows, rank = torch.where(chosen == expert)
+            x = hidden[rows].float()
+            inner = self._gated(self.gate.product(expert, x), self.up.product(expert, x))
+            made.index_add_(0, rows, self.down.product(expert, inner) * shares[rows, rank, None].float())
+        return made.to(hidden.dtype)
+
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.act_fn is not None:
+            return self.act_fn(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
