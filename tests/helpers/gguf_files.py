@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter
 
 from keepwarm.runtime.native.blocks import KINDS
 
@@ -28,8 +28,22 @@ _SHARED = tuple((f"{name}_shexp", rows, columns) for name, rows, columns in _MLP
 EXPERTS, CHOSEN, EXPERT, WINDOW = 6, 2, 256, 96
 _EXPERTS = (("ffn_gate_exps", EXPERT, HIDDEN), ("ffn_up_exps", EXPERT, HIDDEN), ("ffn_down_exps", HIDDEN, EXPERT))
 _WIDE_EXPERTS = tuple((f"{name}_exps", rows, columns) for name, rows, columns in _MLP)
+_SHARING = ("qwen2moe", "qwen35moe")
+_WIDELY = ("mixtral", "granitemoe")  # their experts are as wide as an MLP
 _GEMMA = ("gemma2", "gemma3")
-_MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "gpt-oss")
+_NETS = ("qwen35", "qwen35moe")
+KEYS, VALUES, KEY_DIM, VALUE_DIM, KERNEL = 8, 16, 32, 32, 4  # of delta nets: heads, their widths, and a convolution's
+_CHANNELS = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
+_NET = (
+    ("attn_qkv", _CHANNELS, HIDDEN),
+    ("attn_gate", VALUES * VALUE_DIM, HIDDEN),
+    ("ssm_beta", VALUES, HIDDEN),
+    ("ssm_alpha", VALUES, HIDDEN),
+    ("ssm_out", HIDDEN, VALUES * VALUE_DIM),
+)
+_GATED = (("attn_q", 2 * HEADS * DIM, HIDDEN), *_ATTENTION[1:])
+_LFM = ("lfm2", "lfm2moe")
+_MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "granitemoe", "lfm2moe")
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
 _HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
     "Q4_0": (0, None, 0.0),
@@ -102,32 +116,47 @@ def write(
     left_out: str = "",
     others: Mapping[str, Any] | None = None,
     heads_of_keys: list[int] | None = None,
+    fused: bool = False,
 ) -> Path:
     """Write a file. `kinds` gives a weight's kind by the beginning of its name; `left_out` is a tensor that is not
-    written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`."""
+    written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`. With `fused`, gates
+    and ups of experts are one tensor."""
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
     writer = GGUFWriter(path, "llama" if architecture == "mixtral" else architecture)
-    is_lfm2 = architecture == "lfm2"
+    is_lfm2 = architecture in _LFM
     _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if is_lfm2 else KV_HEADS)
     if architecture in _GEMMA or architecture == "gpt-oss":
         writer.add_sliding_window(WINDOW)
+    if architecture in _NETS:
+        writer.add_ssm_conv_kernel(KERNEL)
+        writer.add_ssm_state_size(KEY_DIM)
+        writer.add_ssm_group_count(KEYS)
+        writer.add_ssm_time_step_rank(VALUES)
+        writer.add_ssm_inner_size(VALUES * VALUE_DIM)
+        writer.add_full_attention_interval(LAYERS)
+        writer.add_rope_dimension_sections([6, 5, 5, 0])
     if architecture in _MIXTURES:
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(CHOSEN)
-        if architecture != "mixtral":
+        if architecture not in _WIDELY:
             writer.add_expert_feed_forward_length(EXPERT)
-        writer.add_expert_shared_feed_forward_length(INNER)
+        gates = ExpertGatingFuncType.SIGMOID if architecture == "lfm2moe" else ExpertGatingFuncType.SOFTMAX
+        writer.add_expert_gating_func(gates)
+        writer.add_leading_dense_block_count(0)
+        if architecture in _SHARING:
+            writer.add_expert_shared_feed_forward_length(INNER)
     vocabulary = len(_tokens())
 
-    def put(name: str, rows: int, columns: int, many: int = 0) -> None:
+    def put(name: str, rows: int, columns: int, many: int = 0, *, write: bool = True) -> npt.NDArray[np.uint8]:
         kind = next(
             kind for begin, kind in kinds.items() if name.removeprefix("blk.").lstrip("0123456789.").startswith(begin)
         )
         raw = blocks(kind, max(many, 1) * rows, columns, int(random.integers(1 << 30)))
-        if name + ".weight" != left_out:
-            raw = raw.reshape(many, rows, -1) if many else raw
+        raw = raw.reshape(many, rows, -1) if many else raw
+        if write and name + ".weight" != left_out:
             writer.add_tensor(name + ".weight", raw, raw_dtype=GGMLQuantizationType[kind])
+        return raw
 
     def floats(name: str, size: int | tuple[int, ...], around: float) -> None:
         if name != left_out:
@@ -140,9 +169,10 @@ def write(
     for layer in range(LAYERS):
         at = f"blk.{layer}."
         is_convolution = is_lfm2 and not layer
-        mixer = _CONVOLUTION if is_convolution else _FUSED if architecture == "phi3" else _ATTENTION
+        is_net = architecture in _NETS and not layer
+        mixer = _mixer(architecture, layer)
         mlp = _FUSED_MLP if architecture == "phi3" else () if architecture in _MIXTURES else _MLP
-        for name, rows, columns in (*mixer, *mlp, *(_SHARED if architecture == "qwen2moe" else ())):
+        for name, rows, columns in (*mixer, *mlp, *(_SHARED if architecture in _SHARING else ())):
             put(at + name, rows, columns)
             is_biased = name in ("attn_q", "attn_k", "attn_v") and architecture in ("qwen2", "qwen2moe", "gpt-oss")
             if is_biased or (name, architecture) == ("attn_output", "gpt-oss"):
@@ -150,21 +180,41 @@ def write(
         if is_convolution:
             kernel = 0.3 * random.standard_normal((HIDDEN, INPUTS))
             writer.add_tensor(f"{at}shortconv.conv.weight", kernel.astype(np.float32))
-        elif architecture in ("qwen3", "qwen3moe", "lfm2", "gemma3"):
+        elif is_net:
+            floats(at + "ssm_conv1d.weight", (_CHANNELS, KERNEL), 0.3)
+            floats(at + "ssm_a", VALUES, -1.0)
+            floats(at + "ssm_dt.bias", VALUES, 0.0)
+            floats(at + "ssm_norm.weight", VALUE_DIM, 1.0)
+        elif architecture in ("qwen3", "qwen3moe", "gemma3", *_LFM, *_NETS):
             floats(at + "attn_q_norm.weight", DIM, 1.0)
             floats(at + "attn_k_norm.weight", DIM, 1.0)
-        floats(at + "attn_norm.weight", HIDDEN, 1.0)
-        floats(at + ("post_attention_norm.weight" if architecture == "gpt-oss" else "ffn_norm.weight"), HIDDEN, 1.0)
-        if architecture in _GEMMA:
+        if architecture == "olmo2":
+            floats(at + "attn_q_norm.weight", HEADS * DIM, 1.0)
+            floats(at + "attn_k_norm.weight", KV_HEADS * DIM, 1.0)
+        else:
+            floats(at + "attn_norm.weight", HIDDEN, 1.0)
+        is_behind = architecture in ("gpt-oss", *_NETS)
+        if architecture != "olmo2":
+            floats(at + ("post_attention_norm.weight" if is_behind else "ffn_norm.weight"), HIDDEN, 1.0)
+        if architecture in (*_GEMMA, "olmo2"):
             floats(at + "post_attention_norm.weight", HIDDEN, 1.0)
             floats(at + "post_ffw_norm.weight", HIDDEN, 1.0)
         if architecture in _MIXTURES:
+            gates_and_ups: list[npt.NDArray[np.uint8]] = []
             floats(at + "ffn_gate_inp.weight", (EXPERTS, HIDDEN), 0.0)
-            for name, rows, columns in _EXPERTS if architecture != "mixtral" else _WIDE_EXPERTS:
+            for name, rows, columns in _WIDE_EXPERTS if architecture in _WIDELY else _EXPERTS:
+                if fused and "down" not in name:
+                    gates_and_ups.append(put(at + name, rows, columns, EXPERTS, write=False))
+                    continue
                 put(at + name, rows, columns, EXPERTS)
                 if architecture == "gpt-oss":
                     floats(f"{at}{name}.bias", (EXPERTS, rows), 0.0)
-        if architecture == "qwen2moe":
+            if gates_and_ups:
+                both = np.concatenate(gates_and_ups, axis=1)
+                writer.add_tensor(f"{at}ffn_gate_up_exps.weight", both, raw_dtype=GGMLQuantizationType[kinds[""]])
+        if architecture == "lfm2moe":
+            floats(at + "exp_probs_b.bias", EXPERTS, 0.0)
+        if architecture in _SHARING:
             floats(at + "ffn_gate_inp_shexp.weight", HIDDEN, 0.0)
         if architecture == "gpt-oss":
             floats(at + "ffn_gate_inp.bias", EXPERTS, 0.0)
@@ -181,6 +231,14 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _mixer(architecture: str, layer: int) -> tuple[tuple[str, int, int], ...]:
+    """The weights of a layer's first part."""
+    first = {**dict.fromkeys(_LFM, _CONVOLUTION), **dict.fromkeys(_NETS, _NET)}
+    if not layer and architecture in first:
+        return first[architecture]
+    return {"phi3": _FUSED, **dict.fromkeys(_NETS, _GATED)}.get(architecture, _ATTENTION)
 
 
 def _tokens() -> list[str]:
@@ -202,7 +260,7 @@ def _metadata(writer: GGUFWriter, *, has_tokenizer: bool, heads: int | list[int]
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_shortconv_l_cache(INPUTS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(DIM)
+    writer.add_rope_dimension_count(DIM // 2 if writer.arch in _NETS else DIM)
     writer.add_key_length(DIM)
     writer.add_value_length(DIM)
     if not has_tokenizer:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from tests.helpers import llamacpp_logits
 from tests.helpers.gguf_files import DIM, LAYERS, write
 from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -18,6 +19,7 @@ from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.weight_files import weight_files
+from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.header import Reader
 from keepwarm.runtime.gguf.tensors import processor_of, tensor_names
 from keepwarm.runtime.loader import LoadedModel, load
@@ -40,9 +42,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "qwen3moe"])
+@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "qwen3moe", "qwen35"])
 def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(architecture: str, tmp_path: Path) -> None:
-    """Of a plain model, of one with short convolutions, of one with windows and of one with experts."""
+    """Of a plain model, of one with short convolutions, with windows, with experts, and with delta nets."""
     is_tied = architecture in ("lfm2", "gemma3")
     file = write(tmp_path / "model.gguf", architecture=architecture, is_tied=is_tied)
     with Engine.from_pretrained(file, store=tmp_path / "store") as engine:
@@ -67,6 +69,8 @@ READ = {  # what transformers reads, and whether the head is the table of embedd
     "qwen2": False,
     "qwen2moe": False,
     "qwen3": True,
+    "qwen35": False,
+    "qwen35moe": False,
     "qwen3moe": False,
 }
 
@@ -132,6 +136,23 @@ def _same(found: LoadedModel, theirs: Any) -> None:
     assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("architecture", sorted(llamacpp_logits.known()))
+def test_logits_are_near_those_of_llama_cpp(architecture: str, tmp_path: Path) -> None:
+    """Both round, and may choose other experts for a row: so the median of some rows is compared."""
+    found = load(llamacpp_logits.written(tmp_path / "m.gguf", architecture), EngineConfig.build(dtype="float32"))
+    assert found.runner.lean is not None
+    theirs = torch.tensor(llamacpp_logits.known()[architecture])
+    with torch.inference_mode():
+        every = found.model(torch.tensor([llamacpp_logits.IDS])).logits[0]
+    mine = every[list(llamacpp_logits.ROWS), llamacpp_logits.WORDS]
+    apart = (mine - theirs).abs().amax(-1) / theirs.abs().amax(-1)
+    assert float(apart.median()) < 0.06
+
+
+def test_every_architecture_is_compared_with_llama_cpp() -> None:
+    assert {*llamacpp_logits.known()} == {*ARCHITECTURES, "mixtral"}
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
 def test_a_file_that_nobody_quantized_becomes_a_model_in_the_engines_dtype(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", {"": kind}, architecture="llama")
@@ -144,8 +165,8 @@ def test_a_file_that_nobody_quantized_becomes_a_model_in_the_engines_dtype(kind:
     _same(found, theirs)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_floats_of_16_bits_lie_beside_blocks(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+def test_floats_lie_beside_blocks(kind: str, tmp_path: Path) -> None:
     """Embeddings and the head have often more bits than the rest."""
     path = write(tmp_path / "m.gguf", {"attn_k": kind, "token_embd": kind, "output": kind, "": "Q4_K"})
     found = load(path, EngineConfig.build(dtype="float32"))
@@ -162,6 +183,21 @@ def test_experts_stay_as_the_file_has_them(kind: str, tmp_path: Path) -> None:
     found = load(write(tmp_path / "m.gguf", {"": kind}, architecture="qwen3moe"), EngineConfig.build())
     assert found.runner.lean is not None
     assert found.runner.lean.in_blocks
+
+
+def test_gates_and_ups_of_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    apart, one = (
+        load(write(tmp_path / f"{fused}.gguf", architecture="qwen35moe", fused=fused), EngineConfig.build())
+        for fused in (False, True)
+    )
+    _same(apart, one.model)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    more = {f"blk.{LAYERS}.nextn.eh_proj.weight": (np.zeros((4, 32), np.float32), GGMLQuantizationType.F32)}
+    found = load(write(tmp_path / "m.gguf", architecture="qwen35", others=more), EngineConfig.build())
+    assert found.model.config.num_hidden_layers == LAYERS
+    assert found.runner.lean is not None
 
 
 def test_heads_of_qwen3_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
@@ -219,8 +255,6 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     refused(tmp_path / "f.gguf", "does not load")
     tiny = {"blk.0.more.weight": (np.zeros((4, 98), np.uint8), GGMLQuantizationType.IQ3_XXS)}
     refused(write(tmp_path / "d.gguf", others=tiny), "type IQ3_XXS", "Q4_K", "safetensors")
-    wide = {"blk.0.more.weight": (np.zeros((4, 32), np.float32), GGMLQuantizationType.F32)}
-    refused(write(tmp_path / "d.gguf", others=wide), "type F32", "Q4_K", "safetensors")
     more = {"blk.0.more.weight": (np.zeros((4, 32), np.float16), GGMLQuantizationType.F16)}
     refused(write(tmp_path / "d.gguf", others=more), "blk.0.more.weight", "no place")
     part = f"blk.{LAYERS - 1}.ffn_up_exps.weight"

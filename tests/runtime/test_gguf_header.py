@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.helpers.gguf_files import write
 from transformers import AutoConfig, AutoTokenizer
 
 from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, fetch_gguf
+from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
 
 
@@ -67,3 +69,66 @@ def test_a_file_that_ends_in_an_array_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError):  # noqa: PT011 (numpy's and gguf's own texts, too)
             Reader(path)
+
+
+@dataclass(frozen=True)
+class Said:
+    """Metadata that a test made up."""
+
+    told: dict[str, Any]
+    names: tuple[str, ...] = ()
+
+    def value(self, name: str) -> Any:
+        return self.told.get(name)
+
+    def numbers(self, name: str) -> list[int]:
+        return list(self.told[name])
+
+    def everything(self) -> dict[str, Any]:
+        return self.told
+
+
+def said(name: str, **others: Any) -> dict[str, Any]:
+    """What a file of this architecture says in other ways. Dots are written as two underscores."""
+    more = {f"{name}.{key.replace('__', '.')}": value for key, value in others.items()}
+    return ARCHITECTURES[name].told(Said({"general.architecture": name, **more}))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_gemma_have_the_scale_of_a_heads_width_but_for_the_largest(name: str, layers: int) -> None:
+    usual = {"attention__head_count": 32, "attention__key_length": 128, "embedding_length": 5376}
+    assert said(name, **usual, block_count=26)["query_pre_attn_scalar"] == 128
+    assert said(name, **usual, block_count=layers)["query_pre_attn_scalar"] == 168
+    assert said(name, **usual, block_count=26, final_logit_softcapping=30.0)["final_logit_softcapping"] == 30
+
+
+def test_layers_of_gemma_3_rotate_by_two_bases() -> None:
+    usual = {"attention__head_count": 4, "attention__key_length": 256, "block_count": 18, "rope__freq_base": 1e6}
+    plain = said("gemma3", **usual)["rope_parameters"]
+    assert plain["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert plain["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    scaled = said("gemma3", **usual, rope__scaling__type="linear", rope__scaling__factor=8.0, rope__freq_base_swa=2e4)
+    assert scaled["rope_parameters"]["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert scaled["rope_parameters"]["sliding_attention"]["rope_theta"] == 2e4
+
+
+def test_gpt_oss_scales_as_its_own_configuration_does() -> None:
+    """`openai/gpt-oss-20b` has these numbers in its config.json."""
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 32.0}
+    told = said("gpt-oss", rope__freq_base=150000.0, rope__scaling__original_context_length=4096, **scaling)
+    assert told["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+
+
+def test_phi_3_may_rotate_a_part_of_a_head_and_have_a_window() -> None:
+    usual = {"embedding_length": 3072, "attention__head_count": 24, "context_length": 4096}
+    assert said("phi3", **usual)["partial_rotary_factor"] == 1
+    told = said("phi3", **usual, rope__dimension_count=96, attention__sliding_window=2047)
+    assert (told["partial_rotary_factor"], told["sliding_window"]) == (0.75, 2047)

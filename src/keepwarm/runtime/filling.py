@@ -117,18 +117,23 @@ def _put(
         module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     if not isinstance(module, nn.Embedding) and (type(module) is not nn.Linear or len(weight) == 1):
-        module.register_buffer("exact", weight.float())  # the file's own numbers, not rounded, for the kernels
+        module.register_buffer("exact_weight", weight.float())  # the file's own numbers, not rounded, for the kernels
 
 
 def _put_alone(path: Path, model: PreTrainedModel, name: str, value: Blocks | torch.Tensor, dtype: torch.dtype) -> None:
-    """Replace a parameter that is neither a weight nor a bias."""
+    """Replace a parameter or buffer that is neither a weight nor a bias."""
     module, _, own = name.rpartition(".")
     there = getattr(model.get_submodule(module), own)
     if isinstance(value, Blocks) or value.shape != there.shape:
         raise UnsupportedModel(
             f"{path} has {name} of the shape {tuple(value.shape)}; the model has {tuple(there.shape)}"
         )
-    setattr(model.get_submodule(module), own, nn.Parameter(value.to(dtype), requires_grad=False))
+    owner = model.get_submodule(module)
+    if own in owner._buffers:
+        owner.register_buffer(own, value.to(getattr(owner, own).dtype))
+        return
+    setattr(owner, own, nn.Parameter(value.to(dtype), requires_grad=False))
+    owner.register_buffer(f"exact_{own}", value.float())
 
 
 def _put_experts(path: Path, model: PreTrainedModel, name: str, found: Experts) -> None:

@@ -1,7 +1,7 @@
 // Runs a library of kernels without Python, for processors that are emulated: a small random Llama's logits, keys and values.
 //
 //     driver LIBRARY float32|bfloat16
-//     driver LIBRARY q8_0|q4_0 LIBRARY_OF_BLOCKS
+//     driver LIBRARY blocks LIBRARY_OF_BLOCKS          compiled with -DIN_BLOCKS: every weight has another kind of blocks
 //
 // They must be near those of plain loops in float64, and equal to the bit in steps that end elsewhere, token by token, with
 // any number of threads, and beside another sequence. Ends with 0 if they are, else with 1 and a line that says what is wrong.
@@ -26,11 +26,31 @@
 
 namespace {
 
-constexpr int HIDDEN = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, INNER = 192, VOCAB = 200, LAYERS = 2, LENGTH = 150;
+#if defined(IN_BLOCKS)  // widths are those of whole blocks of a file
+constexpr int HIDDEN = 256, HEADS = 8, INNER = 256, LAYERS = 3, LENGTH = 70, TRIES = 8;
+#else
+constexpr int HIDDEN = 96, HEADS = 4, INNER = 192, LAYERS = 2, LENGTH = 150, TRIES = 24;
+#endif
+constexpr int KV_HEADS = 2, DIM = 32, VOCAB = 200;
 constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT, WIDTH = (HEADS + 2 * KV_HEADS) * DIM;
-constexpr int TRIES = 24;
 
-enum Numbers { FLOAT32, BFLOAT16, Q4_0 = 2, Q8_0 = 8 };  // ggml's numbers of the last two
+#if defined(__aarch64__)
+using Float16 = __fp16;
+#else
+using Float16 = _Float16;
+#endif
+
+enum Numbers { FLOAT32, BFLOAT16, BLOCKS };
+
+// A kind of blocks: ggml's number, columns and bytes of a block; where its factors of scales and of least values are, and
+// what the latter is in units of the former; and the spread of a weight whose factor is 1. MXFP4 has exponents instead.
+struct Form { int number, columns, bytes, factor, least; double units, spread; };
+constexpr Form FORMS[] = {
+    {2, 32, 18, 0, -1, 0, 4.6}, {3, 32, 20, 0, 2, -7.5, 4.6}, {6, 32, 22, 0, -1, 0, 9.2}, {7, 32, 24, 0, 2, -15.5, 9.2},
+    {8, 32, 34, 0, -1, 0, 74}, {10, 256, 84, 80, 82, 1.5, 15}, {11, 256, 110, 108, -1, 0, 42}, {12, 256, 144, 0, 2, 7.5, 165},
+    {13, 256, 176, 0, 2, 15.5, 330}, {14, 256, 210, 208, -1, 0, 1370}, {20, 32, 18, 0, -1, 0, 74}, {23, 256, 136, 0, -1, 0, 1370},
+    {39, 32, 17, -1, -1, 0, 0},
+};
 
 Numbers kind;
 int deep;  // elements of an inner dimension that are packed together
@@ -42,6 +62,7 @@ struct FileWeight {  // `Source` of blocks.h
     int32_t kind, layout, scale_kind, unused;
 };
 void (*pack)(const FileWeight*, uint8_t*, int);
+void (*widened)(const FileWeight*, const int64_t*, int64_t, float*);
 int64_t (*scratch_of)(const Model*, const Step*);
 std::mt19937 drawn(1);
 
@@ -73,8 +94,8 @@ struct Weight {
     Weight(int out, int in, int size) : plain((size_t)out * in), out(out), in(in) {
         std::normal_distribution<float> normal(0, size / std::sqrt((float)in));
         for (auto& each : plain) { const float x = normal(drawn); each = kind == BFLOAT16 ? as_bf16(x) : x; }
-        if (kind == Q4_0 || kind == Q8_0) {
-            in_blocks(kind == Q8_0 ? size / 256. : size / 16.);
+        if (kind == BLOCKS) {
+            in_blocks(size / std::sqrt((double)in));
             return;
         }
         const int by = deep > 1 ? 2 : 1, unit = deep > 1 ? std::max(deep, PAIRED) : 1, across = (in + unit - 1) / unit * unit;
@@ -100,7 +121,7 @@ struct Weight {
         return table;
     }
     void* rows() const {  // as the model has it
-        if (kind == Q4_0 || kind == Q8_0) return packed;
+        if (kind == BLOCKS) return packed;
         return numbers(plain.size(), [&](auto put) { for (size_t i = 0; i < plain.size(); i++) put(i, plain[i]); });
     }
     template <class Fill>
@@ -115,28 +136,27 @@ struct Weight {
         });
         return kind == BFLOAT16 ? (void*)halves : (void*)floats;
     }
-    void in_blocks(double scale) {  // one scale for all: a float16 in each block of 32 columns
-        const int each = 2 + (kind == Q8_0 ? 32 : 16), panels = (out + 15) / 16;
-        const uint16_t half = (15 + (int)std::lround(std::log2(scale))) << 10;
-        std::vector<uint8_t> file;
-        for (size_t first = 0; first < plain.size(); first += 32) {
-            uint8_t block[34] = {};
-            std::memcpy(block, &half, 2);
-            for (int i = 0; i < 32; i++) {
-                const int most = kind == Q8_0 ? 127 : 7, least = kind == Q8_0 ? -127 : -8;
-                const int code = std::min(most, std::max(least, (int)std::lround(plain[first + i] / scale)));
-                plain[first + i] = code * scale;
-                if (kind == Q8_0) block[2 + i] = code;
-                else block[2 + i % 16] |= (code + 8) << (i / 16 * 4);
-            }
-            file.insert(file.end(), block, block + each);
+    void in_blocks(double size) {  // random bytes of the next kind, with factors that give weights of this size
+        static int next = 0;
+        const Form& of = FORMS[next++ % (sizeof FORMS / sizeof *FORMS)];
+        const int panels = (out + 15) / 16;
+        std::vector<uint8_t> file((size_t)out * (in / of.columns) * of.bytes);
+        for (auto& byte : file) byte = drawn();
+        for (size_t at = 0; at < file.size(); at += of.bytes) {
+            const Float16 factor = size / (of.spread + !of.spread) * (0.5 + drawn() % 64 / 64.), least = factor * of.units;
+            if (of.factor < 0) file[at] = 120 + drawn() % 4;
+            else std::memcpy(&file[at + of.factor], &factor, 2);
+            if (of.least >= 0) std::memcpy(&file[at + of.least], &least, 2);
         }
-        const int64_t bytes = panel_bytes(kind, in);
+        const FileWeight weight{file.data(), nullptr, nullptr, out, in, 0, of.number, 0, 0, 0};
+        std::vector<float> wide(plain.size());
+        for (int64_t row = 0; row < out; row++) widened(&weight, &row, 1, &wide[row * in]);
+        plain.assign(wide.begin(), wide.end());
+        const int64_t bytes = panel_bytes(of.number, in);
         uint8_t* memory = room<uint8_t>(bytes * panels);
-        const FileWeight weight{file.data(), nullptr, nullptr, out, in, 0, kind, 0, 0, 0};
         pack(&weight, memory, 1);
         QuantPanel* table = room<QuantPanel>(panels + 4);
-        for (int i = 0; i < panels; i++) table[i] = {memory + bytes * i, kind};
+        for (int i = 0; i < panels; i++) table[i] = {memory + bytes * i, (int32_t)of.number};
         packed = table;
     }
     std::vector<double> times(const std::vector<double>& x) const {
@@ -166,9 +186,9 @@ struct Part {
     Delta net() const { return {rates, rates + 32, rates + 64, NET_HEADS, NET_KEYS, NET_DIM, NET_KEY_DIM}; }
 };
 
-// Two layers with attention; with plain weights, two with a state, too.
+// Layers with attention; with plain weights, two with a state, too.
 std::vector<Mixer> mixers() {
-    if (kind == Q4_0 || kind == Q8_0) return {ATTENTION, ATTENTION};
+    if (kind == BLOCKS) return {ATTENTION, ATTENTION, ATTENTION};
     return {SHORT, ATTENTION, NET, ATTENTION};
 }
 
@@ -336,12 +356,13 @@ int main(int count, char** given) {
     void* library = dlopen(given[1], RTLD_NOW);
     if (!library) return wrong(dlerror());
     const std::string named = given[2];
-    kind = named == "float32" ? FLOAT32 : named == "bfloat16" ? BFLOAT16 : named == "q8_0" ? Q8_0 : Q4_0;
+    kind = named == "float32" ? FLOAT32 : named == "bfloat16" ? BFLOAT16 : BLOCKS;
     if (count > 3) {
         void* blocks = dlopen(given[3], RTLD_NOW);
         if (!blocks) return wrong(dlerror());
         panel_bytes = (decltype(panel_bytes))dlsym(blocks, "keepwarm_panel_bytes");
         pack = (decltype(pack))dlsym(blocks, "keepwarm_pack");
+        widened = (decltype(widened))dlsym(blocks, "keepwarm_widen");
     }
     forward = (decltype(forward))dlsym(library, "keepwarm_forward");
     scratch_of = (decltype(scratch_of))dlsym(library, "keepwarm_scratch");

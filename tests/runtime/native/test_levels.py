@@ -234,14 +234,18 @@ def _driven(folder: Path, compiler: str, level: Level, *before: str) -> None:
         made[name] = folder / f"{name}.so"
         for command in commands([compiler], SOURCES / source, level, defines, made[name], OpenMP()):
             subprocess.run(command, check=True, timeout=500)
-    driver = folder / "driver"
+    drivers = {name: folder / name for name in ("plain", "in_blocks")}
     program = Path(__file__).with_name("levels_driver.cpp")
     flags = ["-std=c++17", "-O2", "-w", "-fopenmp", f"-I{SOURCES}", *level.flags]
-    subprocess.run([compiler, *flags, str(program), "-o", str(driver), "-ldl"], check=True, timeout=120)
-    kinds = [["kernels", "float32"], ["kernels", "bfloat16"]]
-    kinds += [["quantized", "q8_0", "blocks"], ["quantized", "q4_0", "blocks"]]
-    for library, kind, *blocks in kinds:
-        command = [*before, str(driver), str(made[library]), kind, *(str(made[name]) for name in blocks)]
+    for name, driver in drivers.items():
+        own = [*flags, f"-D{name.upper()}", str(program), "-o", str(driver), "-ldl"]
+        subprocess.run([compiler, *own], check=True, timeout=120)
+    for name, library, kind, *blocks in (
+        ("plain", "kernels", "float32"),
+        ("plain", "kernels", "bfloat16"),
+        ("in_blocks", "quantized", "blocks", "blocks"),
+    ):
+        command = [*before, str(drivers[name]), str(made[library]), kind, *(str(made[each]) for each in blocks)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, f"{kind}: {done.stdout}{done.stderr}"
 

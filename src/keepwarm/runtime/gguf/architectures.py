@@ -10,6 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transformers.integrations.gguf.gguf_config_mapping import get_gguf_config
+
+_NONE = "none"  # no table of transformers
+
 
 class Metadata(Protocol):
     """What a file says before its weights."""
@@ -22,28 +26,66 @@ class Metadata(Protocol):
         """Whole numbers. Raises KeyError if the array is not there, ValueError if it holds others."""
         ...
 
+    def everything(self) -> dict[str, Any]:
+        """All of it, with the lengths of arrays of texts and of fractions instead of these."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its tensors."""
+        ...
+
 
 @dataclass(frozen=True)
 class Architecture:
     """How a value of `general.architecture` is read. `model_type` is transformers' name of the model, and `names` that
     of its table of metadata; both default to the architecture's own name. `told` gives more of the configuration. A
-    file may rotate a part of a head's dims if `partial`, and scale its rotary embedding in the ways `scaled`."""
+    file may rotate a part of a head's dims if `partial`, and scale its rotary embedding in the ways `scaled`. It may
+    have gated delta nets, `has_nets` (`delta_nets`)."""
 
     model_type: str = ""
     names: str = ""
     told: Callable[[Metadata], dict[str, Any]] = lambda _: {}
     partial: bool = False
     scaled: tuple[str, ...] = ()
+    has_nets: bool = False
 
 
-def _lfm2(file: Metadata) -> dict[str, Any]:
+def _lfm2(file: Metadata, architecture: str = "lfm2") -> dict[str, Any]:
     """A layer without heads of keys is a short convolution."""
-    heads = file.numbers("lfm2.attention.head_count_kv")
+    heads = file.numbers(f"{architecture}.attention.head_count_kv")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "block_auto_adjust_ff_dim": False,
-        "norm_eps": float(file.value("lfm2.attention.layer_norm_rms_epsilon")),  # transformers reads another name
+        "norm_eps": float(file.value(f"{architecture}.attention.layer_norm_rms_epsilon")),  # read under another name
+    }
+
+
+def _lfm2moe(file: Metadata) -> dict[str, Any]:
+    return _lfm2(file, "lfm2moe") | {
+        "num_experts": file.value("lfm2moe.expert_count"),
+        "num_experts_per_tok": file.value("lfm2moe.expert_used_count"),
+        "moe_intermediate_size": file.value("lfm2moe.expert_feed_forward_length"),
+        "num_dense_layers": file.value("lfm2moe.leading_dense_block_count") or 0,
+    }
+
+
+def _granite(file: Metadata, architecture: str = "granite") -> dict[str, Any]:
+    factors = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    found = {name: file.value(f"{architecture}.{tag}") for name, tag in factors.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _granitemoe(file: Metadata) -> dict[str, Any]:
+    return _granite(file, "granitemoe") | {
+        "num_local_experts": file.value("granitemoe.expert_count"),
+        "num_experts_per_tok": file.value("granitemoe.expert_used_count"),
     }
 
 
@@ -123,6 +165,10 @@ def _gpt_oss(file: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen35(file: Metadata) -> dict[str, Any]:
+    return dict(get_gguf_config(file.everything(), file.names))
+
+
 _MIXTRAL = Architecture("mixtral", "llama", told=_mixtral)  # `llama` with experts
 _MISTRAL = Architecture("mistral", "mistral")
 
@@ -130,13 +176,20 @@ ARCHITECTURES = {  # by values of general.architecture
     "gemma2": Architecture(told=_gemma2),
     "gemma3": Architecture("gemma3_text", told=_gemma3, scaled=("linear",)),
     "gpt-oss": Architecture("gpt_oss", "gpt_oss", told=_gpt_oss, scaled=("yarn",)),
+    "granite": Architecture(names="llama", told=_granite),
+    "granitemoe": Architecture(names="llama", told=_granitemoe),
     "lfm2": Architecture(told=_lfm2),
+    "lfm2moe": Architecture("lfm2_moe", "lfm2", told=_lfm2moe),
     "llama": Architecture(),
+    "olmo2": Architecture(names="qwen3"),
     "phi3": Architecture(told=_phi3, partial=True),
     "qwen2": Architecture(),
     "qwen2moe": Architecture("qwen2_moe", "qwen2_moe", told=_qwen2moe),
     "qwen3": Architecture(),
+    "qwen35": Architecture("qwen3_5_text", _NONE, told=_qwen35, partial=True, has_nets=True),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _NONE, told=_qwen35, partial=True, has_nets=True),
     "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", told=_qwen3moe),
+    "smollm3": Architecture(names="llama"),
 }
 
 

@@ -89,11 +89,27 @@ class Reader(GGUFReader):
         start = count.ctypes.data - self.data.ctypes.data + count.nbytes
         return [int(each) for each in self._get(start, self.gguf_scalar_to_np[kind], int(count[0]))]
 
+    def everything(self) -> dict[str, Any]:
+        """The metadata. Arrays of texts and of fractions are represented by their lengths."""
+        found: dict[str, Any] = {}
+        for name in self.fields:
+            found[name] = self.value(name)
+            if found[name] is None:
+                try:
+                    found[name] = self.numbers(name)
+                except ValueError:
+                    found[name] = self.length(name)
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.tensors)
+
 
 def read_config(reader: Reader) -> PreTrainedConfig:
     """The configuration that a file's metadata makes. Raises KeyError for an unknown architecture."""
     own, name = architecture_of(reader), reader.value("general.architecture")
-    told: dict[str, Any] = {"tie_word_embeddings": all(each.name != "output.weight" for each in reader.tensors)}
+    told: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in reader.names}
     table = own.names or name
     told |= GGUF_CONFIG_DEFAULTS_MAPPING.get(table) or {}
     for group, of in ((name, table), ("tokenizer", "tokenizer"), ("general", "general")):
@@ -109,7 +125,7 @@ def read_config(reader: Reader) -> PreTrainedConfig:
 def _renamed(table: str) -> list[tuple[str, str]]:
     """The names of metadata in a table of transformers, with what its configurations call them."""
     names: dict[str, dict[str, Any]] = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # type: ignore[assignment]
-    return [(key, renamed) for key, renamed in names[table].items() if isinstance(renamed, str)]
+    return [(key, renamed) for key, renamed in names.get(table, {}).items() if isinstance(renamed, str)]
 
 
 def read_tokenizer(path: Path, config: PreTrainedConfig) -> Any:

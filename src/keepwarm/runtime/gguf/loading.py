@@ -19,6 +19,7 @@ from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.filling import empty, fill, keep_maps
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES, architecture_of
+from keepwarm.runtime.gguf.delta_nets import order_heads
 from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
 from keepwarm.runtime.gguf.tensors import check_types, tensors_of
 from keepwarm.runtime.native.blocks import can_compute
@@ -126,6 +127,8 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
         config.head_dim = int(width)  # transformers does not read it for Qwen 3
     model = empty(config, dtype)
     fill(file.path, model, tensors_of(file.path, file.reader, model), dtype)
+    if ARCHITECTURES[file.architecture].has_nets:
+        order_heads(model)
     types = {each.name: each.tensor_type.name for each in file.reader.tensors}
     model.config.quantization_config = {
         "quant_method": "gguf",

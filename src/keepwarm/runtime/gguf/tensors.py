@@ -16,6 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.filling import Experts
+from keepwarm.runtime.gguf.architectures import ARCHITECTURES
+from keepwarm.runtime.gguf.delta_nets import Processor
 from keepwarm.runtime.gguf.header import Reader
 from keepwarm.runtime.native.block_experts import Stack, Stacked
 from keepwarm.runtime.native.blocks import KINDS, Blocks, raw_bytes
@@ -25,22 +27,27 @@ _WIDE = {  # types of floats, and how their bytes are read
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv)\.weight$")  # matrices that are floats
+_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d)\.weight$")  # matrices that are floats
+_LIKE = {"granite": "llama", "granitemoe": "llama", "smollm3": "llama", "lfm2moe": "lfm2"}  # rows are ordered as there
 _FACTORS = "rope_freqs.weight"  # rotary frequencies are divided by it
+_OTHERS = {  # names that gguf's table does not have, by how the model's end
+    ".dt_bias": "ssm_dt.bias",
+    ".expert_bias": "exp_probs_b.bias",
+    ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+}
 _PARTS = ("gate", "up", "down")
-_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.(weight|bias)$")
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)$")
+_NETS = re.compile(r"blk\.\d+\.ssm_out\.weight$")  # of gated delta nets
 
 
 def check_types(path: Path, tensors: Any) -> None:
     """Raise UnsupportedModel for weights of types that the kernels do not have."""
     others = [each for each in tensors if each.tensor_type.name not in KINDS and each.tensor_type not in _WIDE]
-    if _in_blocks(tensors):
-        others += [each for each in tensors if each.tensor_type is GGMLQuantizationType.F32 and _is_matrix(each)]
     if others:
         kinds = ", ".join(sorted({each.tensor_type.name for each in others}))
         raise UnsupportedModel(
             f"{path} has weights of the type {kinds} ({others[0].name} and {len(others) - 1} more); the kernels have "
-            f"{', '.join(KINDS)}, and F16 and BF16 beside them. Quantize it to one of these (llama-quantize), or pass "
+            f"{', '.join(KINDS)}, F16, BF16 and F32. Quantize it to one of these (llama-quantize), or pass "
             "the model's folder with safetensors"
         )
 
@@ -50,9 +57,11 @@ def _is_matrix(tensor: Any) -> bool:
 
 
 def _in_blocks(tensors: Any) -> bool:
-    """Whether matrices stay as the file has them. Those of a file that nobody quantized become the model's own, but for
-    experts."""
-    return any(each.tensor_type.name in KINDS or _EXPERTS.match(each.name) for each in tensors)
+    """Whether matrices stay as the file has them. Those of a file that nobody quantized become the model's own, unless
+    it has experts or delta nets, which are made of other parts than the model's."""
+    return any(
+        each.tensor_type.name in KINDS or _EXPERTS.match(each.name) or _NETS.match(each.name) for each in tensors
+    )
 
 
 def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, Blocks | torch.Tensor | Experts]:
@@ -60,6 +69,7 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
     architecture = str(reader.value("general.architecture"))
     processor, names = processor_of(model, architecture), tensor_names(model, architecture)
     stay = _in_blocks(reader.tensors)
+    behind = f"blk.{model.config.num_hidden_layers}."  # layers that predict further tokens (`nextn`) are left out
     found: dict[str, Blocks | torch.Tensor | Experts] = {}
     parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts
     for each in reader.tensors:
@@ -68,10 +78,12 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
                 raise UnsupportedModel(f"{path}: {_FACTORS} is {each.tensor_type.name}, F32 is expected")
             _divide_frequencies(model, each.data)
             continue
+        if each.name.startswith(behind):
+            continue
         if each.name not in names:
             raise UnsupportedModel(f"{path} has a tensor {each.name}, for which {type(model).__name__} has no place")
         if piece := _EXPERTS.fullmatch(each.name):
-            parts[names[each.name]]["_".join(piece.groups())] = _of_experts(each)
+            parts[names[each.name]] |= _of_experts(each, *piece.groups())
         else:
             found[names[each.name]] = _values(each, processor, stay)
     for module, pieces in parts.items():
@@ -95,13 +107,19 @@ def _values(tensor: Any, processor: Any, stay: bool) -> Blocks | torch.Tensor:
     return Blocks(raw_bytes(values), int(kind), int(tensor.shape[0]))
 
 
-def _of_experts(tensor: Any) -> Stacked | torch.Tensor:
-    """Return the weights or biases of a layer's experts."""
-    if tensor.name.endswith(".bias"):
-        return torch.from_numpy(np.ascontiguousarray(_floats(tensor)))
-    rows, experts = int(tensor.shape[1]), int(tensor.shape[2])
+def _of_experts(tensor: Any, part: str, what: str) -> dict[str, Stacked | torch.Tensor]:
+    """Return the weights or biases of a layer's experts by the part's name. Some files have two parts in one tensor."""
+    if what == "bias":
+        return {f"{part}_bias": torch.from_numpy(np.ascontiguousarray(_floats(tensor)))}
+    columns, rows, experts = (int(size) for size in tensor.shape)
     raw = raw_bytes(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(experts * rows, -1))
-    return Stacked(raw, int(tensor.tensor_type), int(tensor.shape[0]), experts)
+    if part != "gate_up":
+        return {f"{part}_weight": Stacked(raw, int(tensor.tensor_type), columns, experts)}
+    halves = raw.unflatten(0, (experts, 2, rows // 2)).unbind(1)
+    return {
+        f"{name}_weight": Stacked(half.flatten(0, 1), int(tensor.tensor_type), columns, experts)
+        for name, half in zip(("gate", "up"), halves, strict=True)
+    }
 
 
 def _floats(tensor: Any) -> npt.NDArray[np.float32]:
@@ -113,8 +131,9 @@ def _floats(tensor: Any) -> npt.NDArray[np.float32]:
 
 def processor_of(model: PreTrainedModel, architecture: str) -> Any:
     """Return what transformers does to the values of a file's tensors."""
-    made: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    return made(config=model.config.to_dict())
+    like = _LIKE.get(architecture, architecture)
+    known: Any = Processor if ARCHITECTURES[architecture].has_nets else TENSOR_PROCESSORS.get(like)
+    return (known or TensorProcessor)(config=model.config.to_dict())
 
 
 def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
@@ -126,11 +145,18 @@ def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
     for name in model.state_dict():
         module, _, own = name.rpartition(".")
         if module.endswith(".experts"):
-            layer = next(part for part in module.split(".") if part.isdigit())
-            found |= {f"blk.{layer}.ffn_{part}_exps.{of}": module for part in _PARTS for of in ("weight", "bias")}
+            parts = (f"{_layer(name)}ffn_{part}_exps" for part in (*_PARTS, "gate_up"))
+            found |= {f"{part}.{of}": module for part in parts for of in ("weight", "bias")}
+        elif other := next((theirs for end, theirs in _OTHERS.items() if name.endswith(end)), ""):
+            found[_layer(name) + other] = name
         elif (theirs := table.get_name(name, (".weight", ".bias"))) is not None:
-            found[theirs if own in ("weight", "bias") else f"{theirs}.weight"] = name
+            found[theirs if own in ("weight", "bias", "A_log") else f"{theirs}.weight"] = name
     return found
+
+
+def _layer(name: str) -> str:
+    """How a file's names begin for the layer of a parameter."""
+    return f"blk.{next(part for part in name.split('.') if part.isdigit())}."
 
 
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:

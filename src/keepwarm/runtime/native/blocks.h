@@ -2,7 +2,7 @@
 // blocks for products, and how to widen them for the plain product that the packed ones are compared with.
 //
 // A weight is scale * (code - less) or scale * code - least. A scale belongs to 32 columns of one output, to 16, or to a
-// group of more. Weights that nobody quantized lie beside these as floats of 16 bits.
+// group of more. Weights that nobody quantized lie beside these as floats.
 // 16 outputs are packed side by side as a panel. A panel is a series of groups of blocks of 32 columns. A group has its
 // blocks' scales first, and then their codes. So memory is read as one stream, in whole lines.
 #pragma once
@@ -17,7 +17,7 @@
 namespace {
 
 enum BlockKind : int32_t {  // as in ggml, except the last three, whose scales belong to 32, 64 and 128 columns
-    F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
     IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, INT4_32 = 132, INT4_64 = 164, INT4_128 = 228
 };
 
@@ -62,6 +62,7 @@ constexpr Shape shape_of(int kind) {
         case IQ4_NL: return {32, 18, 4, 256, 32, 0, 128, false, 0, IQ4};
         case IQ4_XS: return {256, 136, 4, 256, 16, 32, 128, false, 0, IQ4};
         case MXFP4: return {32, 17, 4, 256, 16, 0, 16, false, 0, FP4};
+        case F32: return {32, 128, 32, 2048, 0, 0, 0, false};
         case F16: case BF16: return {32, 64, 16, 1024, 0, 0, 0, false};
         case INT4_32: return {32, 0, 4, 256, 0, 64, 0, true, 1};
         case INT4_64: return {32, 0, 4, 256, 0, 64, 0, true, 2};
@@ -77,7 +78,7 @@ enum Layout : int32_t { GPTQ = 0, GPTQ_2 = 1, AWQ = 2, COMPRESSED = 3 };  // of 
 struct Source {
     const uint8_t *raw, *scales, *zeros;
     int64_t rows, columns, group;
-    int32_t kind, layout, scale_kind, unused;  // the kind of scales is F16, BF16, or 0 for float32
+    int32_t kind, layout, scale_kind, unused;  // the kind of scales is F16, BF16 or F32
     int64_t row_bytes() const { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
 };
 
@@ -142,10 +143,10 @@ inline float widened_bf16(uint16_t bits) {
     return value;
 }
 
-// Returns the number at an index of an array of a kind: F16, BF16, or 0 for float32.
+// Returns the number at an index of an array of a kind: F16, BF16 or F32.
 inline float number_at(int kind, const uint8_t* from, int64_t i) {
     float value;
-    if (!kind) return std::memcpy(&value, from + 4 * i, sizeof value), value;
+    if (kind == F32) return std::memcpy(&value, from + 4 * i, sizeof value), value;
     uint16_t bits;
     std::memcpy(&bits, from + 2 * i, sizeof bits);
     return kind == F16 ? widened_half(bits) : widened_bf16(bits);
@@ -285,17 +286,17 @@ inline void pack_scales(const Shape& s, const Block* block, uint8_t* shared, uin
     }
 }
 
-// Packs up to 16 rows of floats of 16 bits: [columns][16 outputs].
-inline void pack_floats(const Source& from, int64_t first, int count, uint8_t* to) {
+// Packs up to 16 rows of floats of so many bytes: [columns][16 outputs].
+inline void pack_floats(const Source& from, int64_t first, int count, int bytes, uint8_t* to) {
     for (int64_t c = 0; c < from.columns; c++)
         for (int o = 0; o < count; o++)
-            std::memcpy(to + (c * LANES + o) * 2, from.raw + ((first + o) * from.columns + c) * 2, 2);
+            std::memcpy(to + (c * LANES + o) * bytes, from.raw + ((first + o) * from.columns + c) * bytes, bytes);
 }
 
 // Packs up to 16 rows as one panel. `to` must hold zeros.
 inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to) {
     const Shape s = shape_of(from.kind);
-    if (s.bits == 16) return pack_floats(from, first, count, to);
+    if (s.bits >= 16) return pack_floats(from, first, count, s.bits / 8, to);
     uint8_t* scales = nullptr;
     for (int64_t b = 0; b < blocks_of(from.columns); b++) {
         Block block[LANES] = {};
@@ -315,7 +316,7 @@ inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to
 // Widens row `n` to floats, operation by operation as the format defines it.
 inline void widen_row(const Source& from, int64_t n, float* to) {
     const Shape s = shape_of(from.kind);
-    if (s.bits == 16) {
+    if (s.bits >= 16) {
         for (int64_t c = 0; c < from.columns; c++) to[c] = number_at(from.kind, from.raw, n * from.columns + c);
         return;
     }

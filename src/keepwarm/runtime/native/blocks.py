@@ -38,7 +38,7 @@ KINDS = {  # ggml's names and numbers, as in blocks.h
     "IQ4_XS": 23,
     "MXFP4": 39,
 }
-FLOATS = {torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside such as are in blocks
+FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside blocks
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
 COLUMNS = 32  # columns of a block, as in blocks.h
 _SOURCE = Path(__file__).with_name("blocks.cpp")
@@ -122,6 +122,10 @@ class Blocks:
         """Return weights with so many of the rows each."""
         return tuple(Blocks(raw, self.kind, self.columns) for raw in self.raw.split(list(sizes)))
 
+    def of_rows(self, numbers: torch.Tensor) -> Blocks:
+        """Return a copy of the rows of these numbers `[n]`."""
+        return Blocks(self.raw[numbers], self.kind, self.columns)
+
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of these numbers `[n]` as float32 `[n, in]`. Raises IndexError for a row out of range."""
         numbers = rows.to(torch.int64).contiguous()
@@ -182,23 +186,34 @@ class Packed:
 
 
 class BlockLinear(nn.Module):
-    """`nn.Linear` over a weight in blocks. Its output has the input's dtype."""
+    """`nn.Linear` over a weight in blocks. Its output has the input's dtype.
+
+    A file may have rows or columns in another order than the model. They stay there: `outputs` are the rows' numbers in
+    the model's order, and `inputs` the places of the columns' numbers in the input.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    outputs: torch.Tensor | None
+    inputs: torch.Tensor | None
 
     def __init__(self, weight: Blocks, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.kind, self.in_features, self.out_features = weight.kind, weight.columns, len(weight)
         self.register_buffer("weight", weight.raw)
         self.register_buffer("bias", bias)
+        self.register_buffer("outputs", None)
+        self.register_buffer("inputs", None)
 
     @property
     def blocks(self) -> Blocks:
         return Blocks(self.weight, self.kind, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.blocks.product(x.float().reshape(-1, self.in_features))
+        rows = x.float().reshape(-1, self.in_features)
+        made = self.blocks.product(rows if self.inputs is None else rows[:, self.inputs])
+        if self.outputs is not None:
+            made = made[:, self.outputs]
         if self.bias is not None:
             made += self.bias
         return made.reshape(*x.shape[:-1], self.out_features).to(x.dtype)

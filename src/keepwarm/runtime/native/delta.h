@@ -83,7 +83,7 @@ template <int W>
 void recur(const Step& s, const Layer& w, const Run& run, float* made, int part) {
     const Delta& d = w.delta;
     const int width = W * LANES, keys = d.key_heads * d.key_dim, channels = w.convolution.channels;
-    const int head = part / (d.dim / width), of_keys = head / (d.heads / d.key_heads);
+    const int head = part / (d.dim / width), of_keys = d.tiled ? head % d.key_heads : head / (d.heads / d.key_heads);
     const int64_t at = (int64_t)(w.convolution.kernel - 1) * channels + (int64_t)part * d.key_dim * width;
     Columns<W> columns(run.state[w.state] + at, d.key_dim);
     int keep = run.keep;

@@ -106,7 +106,8 @@ class DeltaNet:
     `key_heads` heads, values of `heads` heads, a gate of the results, and two rates of each head: of its steps, and of
     its decay. A short convolution, `weight`, `[channels, kernel]`, runs over queries, keys and values, and then SiLU.
     A head's state is multiplied by `exp(decay * softplus(rate + step))` in every row. Results are normed by head, gated
-    by SiLU, and taken by `o`."""
+    by SiLU, and taken by `o`. Heads of values that share a head of keys lie side by side, or `key_heads` apart if
+    `tiled`."""
 
     reads: tuple[Linear, ...]
     weight: torch.Tensor
@@ -117,6 +118,7 @@ class DeltaNet:
     key_heads: int
     key_dim: int
     bias: torch.Tensor | None = None
+    tiled: bool = False
 
     @property
     def products(self) -> tuple[Linear, ...]:

@@ -58,7 +58,7 @@ class Grouped(Blocks):
             rows=rows,
             group=columns // groups,
             layout=layout,
-            scale_kind=FLOATS.get(scales.dtype, 0),
+            scale_kind=FLOATS[scales.dtype],
             scales=_bytes(scales),
             zeros=None if zeros is None else _bytes(zeros),
         )
@@ -131,7 +131,7 @@ def _check(parts: _Parts, shapes: Mapping[str, tuple[int, int]], shape: tuple[in
     if any(size % _CODES for size in shape):
         raise NotMapped(f"a weight of {shape[0]} by {shape[1]}, which is no multiple of {_CODES}")
     for name, found in parts.items():
-        dtypes = (*FLOATS, torch.float32) if name == "scales" else (torch.int32,)
+        dtypes = tuple(FLOATS) if name == "scales" else (torch.int32,)
         if found is None:
             continue
         if found.dtype not in dtypes:

@@ -56,6 +56,7 @@ struct Delta {  // a gated delta net (delta.h)
     const float *decay, *step, *norm;  // [heads]: the factor of a row's step, and what is added to it; [dim]
     int32_t heads, key_heads;          // heads of values, and of queries and keys; 0 if the layer is none
     int32_t dim, key_dim;              // widths of a head
+    int32_t tiled, unused;             // 1 if heads of values that share a head of keys lie `key_heads` apart; 0: side by side
 };
 
 // In a layer with experts, `mlp` is the one that every row uses beside them. In a layer with a convolution, `qkv` gives

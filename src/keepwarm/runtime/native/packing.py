@@ -93,6 +93,7 @@ class Packing:
                 key_heads=mixer.key_heads,
                 dim=mixer.dim,
                 key_dim=mixer.key_dim,
+                tiled=mixer.tiled,
             )
 
     def norm(self, norm: Norm | None) -> NormRecord:

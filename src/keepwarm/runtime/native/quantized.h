@@ -88,12 +88,13 @@ inline void ask_for(const uint8_t* p) {
     for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
-template <int KIND> constexpr bool IS_FLOAT = shape_of(KIND).bits == 16;
+template <int KIND> constexpr bool IS_FLOAT = shape_of(KIND).bits >= 16;
 
-// Returns 16 floats of a kind of 16 bits.
+// Returns 16 floats of a kind.
 template <int KIND>
 inline Vec floats_at(const uint8_t* p) {
-    if constexpr (KIND == F16) return halves(p);
+    if constexpr (KIND == F32) return load((const float*)p);
+    else if constexpr (KIND == F16) return halves(p);
     else return load((const bf16*)p);
 }
 
@@ -207,7 +208,8 @@ __attribute__((noinline)) void float_sums(const Rounded* x, int64_t blocks, cons
             for (int h = 0; h < COLUMNS; h += LANES)
                 store(value[m] + h, signed_floats((const uint8_t*)x[m].x + h) * splat(x[m].scale));
         for (int c = 0; c < COLUMNS; c += 2) {
-            const Vec first = floats_at<KIND>(panel + c * 32), second = floats_at<KIND>(panel + c * 32 + 32);
+            constexpr int BYTES = shape_of(KIND).bits / 8 * LANES;
+            const Vec first = floats_at<KIND>(panel + c * BYTES), second = floats_at<KIND>(panel + (c + 1) * BYTES);
 #pragma GCC unroll 12
             for (int m = 0; m < MB; m++) {
                 even[m] = fma(first, splat(value[m][c]), even[m]);
@@ -280,6 +282,7 @@ inline auto with_kind(int kind, Work work) {
         case IQ4_NL: return work(Count<IQ4_NL>{});
         case IQ4_XS: return work(Count<IQ4_XS>{});
         case MXFP4: return work(Count<MXFP4>{});
+        case F32: return work(Count<F32>{});
         case F16: return work(Count<F16>{});
         case BF16: return work(Count<BF16>{});
         case INT4_32: return work(Count<INT4_32>{});

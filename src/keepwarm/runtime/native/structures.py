@@ -41,7 +41,10 @@ class ConvolutionRecord(ctypes.Structure):
 
 
 class DeltaRecord(ctypes.Structure):
-    _fields_ = (*_pointers("decay", "step", "norm"), *_integers("heads", "key_heads", "dim", "key_dim"))
+    _fields_ = (
+        *_pointers("decay", "step", "norm"),
+        *_integers("heads", "key_heads", "dim", "key_dim", "tiled", "unused"),
+    )
 
 
 class LayerRecord(ctypes.Structure):

@@ -94,8 +94,9 @@ def _check_recurrent(found: Description) -> None:
     whole tiles, as in a model with experts."""
     hidden, kernels = found.head.shape[1], {each.weight.shape[1] for each in found.recurrent}
     nets = [each for each in found.recurrent if isinstance(each, DeltaNet)]
-    if any(isinstance(linear.weight, Blocks) for net in nets for linear in net.products):
-        raise NotCovered("delta nets and weights in blocks")
+    reads = [each.weight for net in nets for each in net.reads]
+    if any(isinstance(each, Blocks) and len(each) % _LANES for each in reads):
+        raise NotCovered("delta nets with weights in blocks, and products whose widths are no multiple of 16")
     widths = {hidden, found.heads * found.dim, *(net.heads * net.dim for net in nets)}
     if any(width % _DEEP for width in widths):
         raise NotCovered("layers with a state, and widths that are no multiple of 32")

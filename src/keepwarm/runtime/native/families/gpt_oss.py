@@ -16,7 +16,7 @@ from keepwarm.runtime.native.families import experts, llama
 def describe(model: Any) -> Description:
     layers = []
     for layer in model.model.layers:
-        attention = replace(llama.attention(layer.self_attn), sinks=layer.self_attn.sinks.detach())
+        attention = replace(llama.attention(layer.self_attn), sinks=llama.exact(layer.self_attn, "sinks"))
         layers.append(experts.layer(layer, {"mlp": None, "experts": _experts(layer.mlp)}, attention))
     every = [layer.mlp.experts for layer in model.model.layers]
     return llama.described(

@@ -35,8 +35,7 @@ def _attention(module: Any) -> Attention:
 
 
 def _convolution(module: Any) -> Convolution:
-    exact = getattr(module.conv, "exact", module.conv.weight)  # from a GGUF file; the module's own weight is rounded
-    weight, bias = exact.detach(), module.conv.bias
+    weight, bias = llama.exact(module.conv), module.conv.bias
     kernel = module.conv_kernel_size
     usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
     if any(getattr(module.conv, name) != getattr(usual, name) for name in _SHAPE):

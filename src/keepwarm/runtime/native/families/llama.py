@@ -86,9 +86,9 @@ def norm(module: Any, more: float = 0.0) -> Norm | None:
     return Norm(exact(module).float() + more, epsilon, None if bias is None else bias.detach().float())
 
 
-def exact(module: Any) -> torch.Tensor:
-    """Return a module's weight as its file has it. From a GGUF file, the module's own weight is rounded."""
-    found: torch.Tensor = getattr(module, "exact", module.weight)
+def exact(module: Any, name: str = "weight") -> torch.Tensor:
+    """Return a module's parameter as its file has it. From a GGUF file, the module's own is rounded (`filling`)."""
+    found: torch.Tensor = getattr(module, f"exact_{name}", getattr(module, name))
     return found.detach()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.blocks import BlockLinear, Blocks
 from keepwarm.runtime.native.description import (
     Attention,
     DeltaNet,
@@ -49,11 +50,12 @@ def _attention(module: Any) -> Attention:
     return Attention(q, k, v, o, module.scaling, q_norm, k_norm, gate=gate)
 
 
-def _part(module: nn.Linear, sizes: Sequence[int], at: int) -> Linear:
+def _part(module: Any, sizes: Sequence[int], at: int) -> Linear:
     """Return one of the parts that a product has for each head, `sizes` outputs each."""
-    weight, bias = module.weight.detach(), module.bias
+    weight, bias = llama.weight(module), module.bias
     rows = torch.arange(len(weight)).unflatten(0, (-1, sum(sizes))).split([*sizes], dim=1)[at].reshape(-1)
-    return Linear(weight[rows], None if bias is None else bias.detach()[rows])
+    some = weight.of_rows(rows) if isinstance(weight, Blocks) else weight[rows]
+    return Linear(some, None if bias is None else bias.detach()[rows])
 
 
 def _delta_net(module: Any) -> DeltaNet:
@@ -63,16 +65,24 @@ def _delta_net(module: Any) -> DeltaNet:
         raise NotCovered("a delta net with another convolution")
     if getattr(module.norm, "activation", "silu") != "silu":
         raise NotCovered("a delta net with another gate")
+    weight, decay, step = llama.exact(conv).flatten(1), llama.exact(module, "A_log"), llama.exact(module, "dt_bias")
+    bias = None if conv.bias is None else conv.bias.detach()
+    tiled = isinstance(module.out_proj, BlockLinear) and module.out_proj.inputs is not None
+    if tiled:  # products have the heads of values in the file's order; what lies between follows them
+        channels, heads = (each.outputs.argsort() for each in (module.in_proj_qkv, module.in_proj_a))
+        weight, decay, step = weight[channels], decay[heads], step[heads]
+        bias = None if bias is None else bias[channels]
     return DeltaNet(
         reads=_reads(module),
-        weight=conv.weight.detach().flatten(1),
-        bias=None if conv.bias is None else conv.bias.detach(),
-        decay=-module.A_log.detach().float().exp(),
-        step=module.dt_bias.detach(),
+        weight=weight,
+        bias=bias,
+        decay=-decay.float().exp(),
+        step=step,
         norm=_plain_norm(module.norm),
         o=llama.linear(module.out_proj),
         key_heads=module.num_k_heads,
         key_dim=module.head_k_dim,
+        tiled=tiled,
     )
 
 
