@@ -3,10 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <thread>
 #include <type_traits>
 
+#include "barrier.h"
 #include "codes.h"
 
 namespace {
@@ -280,33 +279,6 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
     else if (add) value += load(y);
     store(y, value);
 }
-
-// The threads of a step wait here for each other. OpenMP's barrier would be too slow: its library puts threads to sleep
-// as soon as it knows more of them than there are processors. That happens in a process whose requests come from two
-// threads in turn. Waking the threads ten times a layer would cost as much as half a decoding step.
-class Barrier {
-public:
-    void wait(int threads) {
-        if (threads == 1) return;
-        const int now = round.load(std::memory_order_acquire);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-            arrived.store(0, std::memory_order_relaxed);
-            round.store(now + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
-            if (spins >= SPINS) std::this_thread::yield();  // another thread may need this processor to arrive
-#if defined(__x86_64__)
-            else __builtin_ia32_pause();
-#endif
-        }
-    }
-
-private:
-    static constexpr int SPINS = 4096;
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<int> round{0};
-};
 
 // The columns of a product that thread `id` of `of` threads computes. They are whole pairs of panels, 32 columns each.
 struct Share {
