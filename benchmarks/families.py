@@ -2,7 +2,7 @@
 
     python benchmarks/families.py MODEL [--random NAME] [--dtype bfloat16] [--prefix 2000] [--rounds 7] [--out FILE]
 
-MODEL is a folder, say of Gemma 3 270M. With `--random` it gives its tokenizer to a model of random weights, whose
+MODEL is a folder, say of Gemma 3 270M, or a GGUF file, whose weights transformers widens. With `--random` it gives its tokenizer to a model of random weights, whose
 times are those of any weights: a small Qwen3-MoE (8 layers of 32 experts, four for each token), or a hybrid of the
 shape of LFM2 350M (10 short convolutions, 6 layers with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 layers with
 attention). `decode`: milliseconds per token, greedy, after
@@ -28,7 +28,7 @@ from typing import Any
 import hybrids
 import torch
 from ratios import spread
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig
 
 from keepwarm import Engine
 from keepwarm.core.results import Generation
@@ -88,8 +88,10 @@ def timed(work: Callable[[], Any]) -> float:
 class Transformers:
     """The model as transformers runs it."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    def __init__(self, model: Path, dtype: torch.dtype) -> None:
+        file = {"gguf_file": model.name, "quantization_config": GgufConfig(dequantize=True)}
+        where, more = (model.parent, file) if model.suffix == ".gguf" else (model, {})
+        self.model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **more).eval()
 
     @torch.inference_mode()
     def run(self, ids: list[int], cache: DynamicCache) -> int:

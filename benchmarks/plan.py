@@ -42,6 +42,7 @@ _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", 
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
 _SIMULATE = f"{_CLI} simulate --match blocks --jobs 2 --out {{out}}/simulate.jsonl"
 _GGUF, _Q8 = ("qwen2.5-1.5b", "qwen2.5-0.5b"), "{out}/%s-q8_0.gguf"
+_BOTH = " ".join(f"{{models}}/{file}.gguf {_Q8 % file}" for file in _GGUF)
 _AGENTS = "{traces}/agent_*.json"  # a pattern: its files are put in its place
 
 STEPS = (
@@ -125,12 +126,12 @@ STEPS = (
     Step(
         "families",
         (
-            _FAMILIES % "{models}/gemma3-270m",
+            *(_FAMILIES % f"{{models}}/{model}" for model in ("gemma3-270m", "gemma3-270m.gguf")),
             *(f"{_FAMILIES % model} --random {shape}" for shape, model in _RANDOM.items()),
         ),
         ("families.jsonl",),
-        3,
-        ("model gemma3-270m", "model qwen2.5-0.5b"),
+        4,
+        ("model gemma3-270m", "model gemma3-270m.gguf", "model qwen2.5-0.5b"),
         "--prefix 64 --rounds 1",
     ),
     Step(
@@ -256,12 +257,12 @@ STEPS = (
         "gguf",
         (
             *(f"{{python}} benchmarks/gguf_files.py --make-q8 {{models}}/{file}.gguf {_Q8 % file}" for file in _GGUF),
-            f"{{python}} benchmarks/gguf_files.py {' '.join(f'{{models}}/{file}.gguf {_Q8 % file}' for file in _GGUF)}"
+            f"{{python}} benchmarks/gguf_files.py {_BOTH} {{models}}/gemma3-270m.gguf"
             " --peer {llamacpp} --no-logits --output {out}",
         ),
         ("gguf.jsonl",),
-        8,
-        ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf"),
+        9,
+        ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf", "model gemma3-270m.gguf"),
     ),
     Step(
         "prove",

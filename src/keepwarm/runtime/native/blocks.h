@@ -7,7 +7,6 @@
 // blocks' scales first, and then their codes. So memory is read as one stream, in whole lines.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -134,7 +133,12 @@ inline float widened_half(uint16_t bits) {
 }
 
 // Returns 2^(exponent - 128).
-inline float half_power(int exponent) { return std::ldexp(1.f, exponent - 128); }
+inline float half_power(int exponent) {
+    const uint32_t bits = exponent < 2 ? 0x200000u << exponent : (uint32_t)(exponent - 1) << 23;  // the first is subnormal
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 inline float widened_bf16(uint16_t bits) {
     const uint32_t wide = (uint32_t)bits << 16;

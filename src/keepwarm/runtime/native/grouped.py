@@ -5,7 +5,7 @@ They stay as their file has them, and are read in C++ (`blocks.h`). A weight is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,12 @@ class Grouped(Blocks):
         sizes = [4, 2 if self.scale_kind else 4, 4]
         needed = [rows * columns * size for (rows, columns), size in zip(shapes.values(), sizes, strict=True)]
         return [t.numel() for t in held] == needed[: len(held)]
+
+    def split(self, sizes: Sequence[int]) -> tuple[Blocks, ...]:
+        raise ValueError("products in groups of 4 bits that are several in one")
+
+    def of_rows(self, numbers: torch.Tensor) -> Blocks:
+        raise ValueError("products in groups of 4 bits that are several in one")
 
     def linear(self, bias: torch.Tensor | None) -> BlockLinear:
         return GroupedLinear(self, bias)
