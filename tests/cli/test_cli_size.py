@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.cli import Cli
+from tests.helpers.gguf_files import DIM, KV_HEADS, LAYERS, WINDOW, write
 
 LLAMA_2_7B = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "torch_dtype": "float16"}
 QWEN3_8B = {
@@ -145,3 +146,10 @@ def test_plain_text_when_piped(cli: Cli, folder: Any) -> None:
     assert "147,456 bytes (144 KiB)" in text
     assert "\x1b" not in text
     assert "4 times the real size" in text
+
+
+def test_a_gguf_file_has_its_configuration_in_itself(cli: Cli, tmp_path: Path) -> None:
+    report = cli("size", write(tmp_path / "m.gguf", architecture="gemma3", is_tied=True), "1000", "--json").json
+    assert (report["dtype"], report["bytes_per_token"]) == ("bfloat16", LAYERS * 2 * KV_HEADS * DIM * 2)
+    assert [layer["window"] for layer in report["layers"]] == [WINDOW]
+    assert cli("size", tmp_path / "none.gguf").code == 3

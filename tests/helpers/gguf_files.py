@@ -117,10 +117,11 @@ def write(
     others: Mapping[str, Any] | None = None,
     heads_of_keys: list[int] | None = None,
     fused: bool = False,
+    lacking: str = "",
 ) -> Path:
     """Write a file. `kinds` gives a weight's kind by the beginning of its name; `left_out` is a tensor that is not
     written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`. With `fused`, gates
-    and ups of experts are one tensor."""
+    and ups of experts are one tensor. `lacking` is how metadata end that are not written."""
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
     writer = GGUFWriter(path, "llama" if architecture == "mixtral" else architecture)
@@ -222,10 +223,12 @@ def write(
     for name, value in (others or {}).items():
         if isinstance(value, tuple):
             writer.add_tensor(name, value[0], raw_dtype=value[1])
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_float32(name, value)
+            continue
+        writer.kv_data[0].pop(name, None)
+        add = {str: writer.add_string, int: writer.add_uint32}.get(type(value), writer.add_float32)
+        add(name, value)
+    for name in [name for name in writer.kv_data[0] if lacking and name.endswith(lacking)]:
+        del writer.kv_data[0][name]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

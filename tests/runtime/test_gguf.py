@@ -20,7 +20,7 @@ from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.weight_files import weight_files
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
-from keepwarm.runtime.gguf.header import Reader
+from keepwarm.runtime.gguf.reader import Reader
 from keepwarm.runtime.gguf.tensors import processor_of, tensor_names
 from keepwarm.runtime.loader import LoadedModel, load
 from keepwarm.runtime.native.blocks import can_compute
@@ -153,9 +153,12 @@ def test_every_architecture_is_compared_with_llama_cpp() -> None:
     assert {*llamacpp_logits.known()} == {*ARCHITECTURES, "mixtral"}
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
-def test_a_file_that_nobody_quantized_becomes_a_model_in_the_engines_dtype(kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", {"": kind}, architecture="llama")
+def test_a_file_that_nobody_quantized_becomes_a_model_in_the_engines_dtype(
+    kind: str, is_tied: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", {"": kind}, architecture="llama", is_tied=is_tied)
     found = load(path, EngineConfig.build(dtype="float32"))
     assert found.runner.lean is not None
     assert not found.runner.lean.in_blocks
@@ -191,13 +194,18 @@ def test_gates_and_ups_of_experts_may_lie_in_one_tensor(tmp_path: Path) -> None:
         for fused in (False, True)
     )
     _same(apart, one.model)
+    module = one.model.model.layers[0].mlp.experts
+    assert module.gate.weight.untyped_storage().data_ptr() == module.up.weight.untyped_storage().data_ptr(), "a copy"
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     more = {f"blk.{LAYERS}.nextn.eh_proj.weight": (np.zeros((4, 32), np.float32), GGMLQuantizationType.F32)}
-    found = load(write(tmp_path / "m.gguf", architecture="qwen35", others=more), EngineConfig.build())
+    counts = {"qwen35.block_count": LAYERS + 1, "qwen35.nextn_predict_layers": 1}
+    found = load(write(tmp_path / "m.gguf", architecture="qwen35", others=more | counts), EngineConfig.build())
     assert found.model.config.num_hidden_layers == LAYERS
     assert found.runner.lean is not None
+    with pytest.raises(UnsupportedModel, match=f"blk.{LAYERS - 1}.* no place"):
+        load(write(tmp_path / "n.gguf", others={"qwen2.block_count": LAYERS - 1}), EngineConfig.build())
 
 
 def test_heads_of_qwen3_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
@@ -259,6 +267,16 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     refused(write(tmp_path / "d.gguf", others=more), "blk.0.more.weight", "no place")
     part = f"blk.{LAYERS - 1}.ffn_up_exps.weight"
     refused(write(tmp_path / "g.gguf", architecture="qwen3moe", left_out=part), "lacks up_weight", "experts")
+    bias = (np.zeros(1, np.float32), GGMLQuantizationType.F32)
+    path = write(tmp_path / "i.gguf", left_out="blk.0.attn_q.bias", others={"blk.0.attn_q.bias": bias})
+    refused(path, "bias", "(1,)", "expected (256,)")
+    for name, value in {"block_count": 1 << 31, "attention.key_length": 1 << 20}.items():
+        refused(write(tmp_path / "j.gguf", others={f"qwen2.{name}": value}), name, str(value))
+    refused(write(tmp_path / "k.gguf", lacking=".attention.layer_norm_rms_epsilon"), "lacks", "rms_epsilon")
+    factors = {"rope_freqs.weight": (np.ones(1, np.float32), GGMLQuantizationType.F32)}
+    refused(write(tmp_path / "l.gguf", architecture="llama", others=factors), "1 factors")
+    part = "blk.1.exp_probs_b.bias"
+    refused(write(tmp_path / "m.gguf", architecture="lfm2moe", is_tied=True, left_out=part), part)
     long = {"rope_factors_long.weight": (np.ones(32, np.float32), GGMLQuantizationType.F32)}
     refused(write(tmp_path / "h.gguf", architecture="phi3", others=long), "rotary", "safetensors")
     refused(write(tmp_path / "e.gguf", others={"qwen2.rope.scaling.type": "yarn"}), "'yarn'", "safetensors")

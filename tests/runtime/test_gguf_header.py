@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, fetch_gguf
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
-from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
+from keepwarm.runtime.gguf.header import read_config, read_tokenizer
+from keepwarm.runtime.gguf.reader import Reader
 
 
 def same(path: Path) -> None:
@@ -20,7 +21,8 @@ def same(path: Path) -> None:
     config = read_config(Reader(path))
     theirs = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     assert type(config) is type(theirs)
-    others = {"_name_or_path", *(["architectures", "rms_norm_eps", "norm_eps"] if config.model_type == "lfm2" else [])}
+    more = {"lfm2": ["architectures", "rms_norm_eps", "norm_eps"], "qwen3": ["head_dim"]}  # transformers reads others
+    others = {"_name_or_path", *more.get(config.model_type, [])}
     without = [{k: v for k, v in each.to_dict().items() if k not in others} for each in (config, theirs)]
     assert without[0] == without[1]
     tokenizer: Any = read_tokenizer(path, config)
@@ -81,6 +83,9 @@ class Said:
     def value(self, name: str) -> Any:
         return self.told.get(name)
 
+    def needed(self, name: str) -> Any:
+        return self.told[name]
+
     def numbers(self, name: str) -> list[int]:
         return list(self.told[name])
 
@@ -97,6 +102,7 @@ def said(name: str, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_scores_of_gemma_have_the_scale_of_a_heads_width_but_for_the_largest(name: str, layers: int) -> None:
     usual = {"attention__head_count": 32, "attention__key_length": 128, "embedding_length": 5376}
+    usual["attention__sliding_window"] = 1024
     assert said(name, **usual, block_count=26)["query_pre_attn_scalar"] == 128
     assert said(name, **usual, block_count=layers)["query_pre_attn_scalar"] == 168
     assert said(name, **usual, block_count=26, final_logit_softcapping=30.0)["final_logit_softcapping"] == 30
@@ -104,6 +110,7 @@ def test_scores_of_gemma_have_the_scale_of_a_heads_width_but_for_the_largest(nam
 
 def test_layers_of_gemma_3_rotate_by_two_bases() -> None:
     usual = {"attention__head_count": 4, "attention__key_length": 256, "block_count": 18, "rope__freq_base": 1e6}
+    usual["attention__sliding_window"] = 512
     plain = said("gemma3", **usual)["rope_parameters"]
     assert plain["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
     assert plain["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
@@ -115,7 +122,9 @@ def test_layers_of_gemma_3_rotate_by_two_bases() -> None:
 def test_gpt_oss_scales_as_its_own_configuration_does() -> None:
     """`openai/gpt-oss-20b` has these numbers in its config.json."""
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 32.0}
-    told = said("gpt-oss", rope__freq_base=150000.0, rope__scaling__original_context_length=4096, **scaling)
+    sizes = {"expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 2880}
+    widths = {"attention__key_length": 64, "attention__sliding_window": 128, "rope__freq_base": 150000.0}
+    told = said("gpt-oss", rope__scaling__original_context_length=4096, **scaling, **sizes, **widths)
     assert told["rope_parameters"] == {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
@@ -132,3 +141,22 @@ def test_phi_3_may_rotate_a_part_of_a_head_and_have_a_window() -> None:
     assert said("phi3", **usual)["partial_rotary_factor"] == 1
     told = said("phi3", **usual, rope__dimension_count=96, attention__sliding_window=2047)
     assert (told["partial_rotary_factor"], told["sliding_window"]) == (0.75, 2047)
+
+
+def test_granite_without_a_scale_of_scores_has_that_of_a_heads_width() -> None:
+    usual = {"embedding_length": 2048, "attention__head_count": 32}
+    assert said("granite", **usual) == {"attention_multiplier": 64**-0.5}
+    assert said("granite", **usual, attention__scale=0.015625)["attention_multiplier"] == 0.015625
+    with pytest.raises(ValueError, match="not rotated"):
+        said("granite", **usual, rope__scaling__finetuned=False)
+
+
+def test_windows_of_olmo_are_refused() -> None:
+    with pytest.raises(ValueError, match="OLMo 3"):
+        said("olmo2", attention__sliding_window=4096)
+
+
+@pytest.mark.parametrize("used", [0, 7])
+def test_a_row_uses_some_of_the_experts(used: int) -> None:
+    with pytest.raises(ValueError, match=f"{used} of 6 experts"):
+        said("qwen3moe", expert_count=6, expert_used_count=used, expert_feed_forward_length=256)

@@ -18,7 +18,7 @@ from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.core.snapshots import affordable
 from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
-from keepwarm.models.places import cached_config
+from keepwarm.models.places import cached_config, gguf_file
 from keepwarm.models.presets import preset
 
 _DEMO = "smollm2-135m"
@@ -27,7 +27,7 @@ _LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10, "100 Gbit/s":
 
 def size(
     model: Annotated[
-        str, typer.Argument(help="A configuration's name, a hub id, a folder with config.json, or 'demo'.")
+        str, typer.Argument(help="A configuration's name, a hub id, a folder with config.json, a GGUF file, or 'demo'.")
     ],
     tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")] = 1000,
     dtype: Annotated[
@@ -146,8 +146,10 @@ def _speed(bytes_per_second: float) -> str:
 def _config(model: str) -> Mapping[str, Any]:
     """The configuration behind a path or a name. Raises ModelNotFound."""
     path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        raise ModelNotFound(f"{path} is a GGUF file; pass a folder with a config.json, or a configuration's name")
+    if (found := gguf_file(model)) is not None:
+        from keepwarm.runtime.gguf.file import File  # imports torch
+
+        return File.open(found).config().to_dict() | {"dtype": "bfloat16"}
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         try:

@@ -93,7 +93,8 @@ def convert(gguf: Path, target: Path) -> None:
     from gguf import dequantize
 
     from keepwarm.runtime.filling import empty
-    from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
+    from keepwarm.runtime.gguf.header import read_config, read_tokenizer
+    from keepwarm.runtime.gguf.reader import Reader
     from keepwarm.runtime.gguf.tensors import processor_of, tensor_names
 
     reader = Reader(gguf)

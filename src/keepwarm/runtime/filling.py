@@ -56,6 +56,8 @@ def fill(path: Path, model: PreTrainedModel, found: Tensors, dtype: torch.dtype)
         table = model.get_input_embeddings()
         if isinstance(table, BlockEmbedding):
             model.set_output_embeddings(BlockLinear(table.blocks, None))
+        else:
+            model.get_output_embeddings().weight = table.weight
     missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
     if missing:
         raise UnsupportedModel(f"{path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
@@ -99,6 +101,8 @@ def _put(
     shape = tuple(weight.shape)
     if shape != tuple(module.weight.shape):
         raise UnsupportedModel(f"{path} has {name} of the shape {shape}; the model has {tuple(module.weight.shape)}")
+    if bias is not None and bias.shape != shape[:1]:
+        raise UnsupportedModel(f"{path} has a bias of {name} of the shape {tuple(bias.shape)}; expected {shape[:1]}")
     if isinstance(weight, Blocks):
         _check_width(path, name, weight)
         if isinstance(module, nn.Embedding):
@@ -110,10 +114,8 @@ def _put(
             raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks, or lacks its bias")
         return
     if bias is not None:
-        if bias.shape != (own := module.bias.shape):
-            raise UnsupportedModel(
-                f"{path} has a bias of {name} of the shape {tuple(bias.shape)}; the model has {tuple(own)}"
-            )
+        if module.bias is None:
+            raise UnsupportedModel(f"{path} has a bias of {name}; the model has none")
         module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     if not isinstance(module, nn.Embedding) and (type(module) is not nn.Linear or len(weight) == 1):

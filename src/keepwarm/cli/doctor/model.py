@@ -29,7 +29,7 @@ def named(name: str, settings: EngineConfig) -> Finding:
     """Look for a model without loading it. Uses no network."""
     try:
         if (file := gguf_file(name)) is not None:
-            return _gguf(name, file)
+            return _gguf(name, file, settings)
         folder = None if name == "demo" else model_folder(name)
     except ModelNotFound as error:
         return Finding("model", "fail", str(error), "name another one with --model")
@@ -60,7 +60,7 @@ def _demo(settings: EngineConfig) -> Finding:
     return Finding("model", "warn", detail, cure)
 
 
-def _gguf(name: str, file: Path) -> Finding:
+def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
     try:
         with file.open("rb") as opened:
             begins = opened.read(len(_MAGIC))
@@ -68,7 +68,15 @@ def _gguf(name: str, file: Path) -> Finding:
         return Finding("model", "fail", f"{name} cannot be read: {error}", "fetch it again")
     if begins != _MAGIC:
         return Finding("model", "fail", f"{name} is no GGUF file: it begins with {begins!r}", "fetch it again")
-    return Finding("model", "ok", f"{name} is there. {_SURE}")
+    from keepwarm.runtime.gguf.file import File  # imports torch
+
+    try:
+        whole = File.open(file)
+        told = _geometry(whole.config().to_dict(), settings)
+    except UnsupportedModel as error:
+        return Finding("model", "fail", str(error), "docs/gguf.md lists what runs")
+    types = ", ".join(sorted({each.tensor_type.name for each in whole.reader.tensors}))
+    return Finding("model", "ok", f"{name} is there: {whole.architecture} in {types}; {told}. {_SURE}")
 
 
 def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transformers.integrations.gguf.gguf_config_mapping import get_gguf_config
-
 _NONE = "none"  # no table of transformers
 
 
@@ -20,6 +18,10 @@ class Metadata(Protocol):
 
     def value(self, name: str) -> Any:
         """A number or a text; None if it is not there, or an array."""
+        ...
+
+    def needed(self, name: str) -> Any:
+        """A number or a text. Raises KeyError, which names it, if it is not there."""
         ...
 
     def numbers(self, name: str) -> list[int]:
@@ -58,45 +60,59 @@ def _lfm2(file: Metadata, architecture: str = "lfm2") -> dict[str, Any]:
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "block_auto_adjust_ff_dim": False,
-        "norm_eps": float(file.value(f"{architecture}.attention.layer_norm_rms_epsilon")),  # read under another name
+        "norm_eps": float(file.needed(f"{architecture}.attention.layer_norm_rms_epsilon")),  # read under another name
     }
 
 
+def _experts(file: Metadata, architecture: str, count: str = "num_experts") -> dict[str, Any]:
+    """How many experts a layer has and a row uses. `count` is what the configuration calls the first."""
+    found, used = (file.needed(f"{architecture}.{name}") for name in ("expert_count", "expert_used_count"))
+    if not 0 < used <= found:
+        raise ValueError(f"it says that each row uses {used} of {found} experts")
+    return {count: found, "num_experts_per_tok": used}
+
+
 def _lfm2moe(file: Metadata) -> dict[str, Any]:
-    return _lfm2(file, "lfm2moe") | {
-        "num_experts": file.value("lfm2moe.expert_count"),
-        "num_experts_per_tok": file.value("lfm2moe.expert_used_count"),
-        "moe_intermediate_size": file.value("lfm2moe.expert_feed_forward_length"),
+    return {
+        **_lfm2(file, "lfm2moe"),
+        **_experts(file, "lfm2moe"),
+        "moe_intermediate_size": file.needed("lfm2moe.expert_feed_forward_length"),
         "num_dense_layers": file.value("lfm2moe.leading_dense_block_count") or 0,
     }
 
 
 def _granite(file: Metadata, architecture: str = "granite") -> dict[str, Any]:
+    """A file without a scale of scores has that of a head's width."""
+    if file.value(f"{architecture}.rope.scaling.finetuned") is False:
+        raise ValueError("it says that positions are not rotated (rope.scaling.finetuned)")
     factors = {
-        "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
     found = {name: file.value(f"{architecture}.{tag}") for name, tag in factors.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    width = file.value(f"{architecture}.attention.key_length") or _width(file, architecture)
+    found["attention_multiplier"] = file.value(f"{architecture}.attention.scale") or width**-0.5
+    return {name: value for name, value in found.items() if value}
+
+
+def _width(file: Metadata, architecture: str) -> int:
+    """A head's width, of a file that does not say it."""
+    return int(file.needed(f"{architecture}.embedding_length") // file.needed(f"{architecture}.attention.head_count"))
 
 
 def _granitemoe(file: Metadata) -> dict[str, Any]:
-    return _granite(file, "granitemoe") | {
-        "num_local_experts": file.value("granitemoe.expert_count"),
-        "num_experts_per_tok": file.value("granitemoe.expert_used_count"),
-    }
+    return _granite(file, "granitemoe") | _experts(file, "granitemoe", "num_local_experts")
 
 
 def _gemma(file: Metadata, architecture: str, layers_of_27b: int) -> dict[str, Any]:
     """Scores have the scale of a head's width. Those of the model of 27 B have another one, which no file names."""
     told = {name: file.value(f"{architecture}.{name}") for name in _CAPS}
-    heads = file.value(f"{architecture}.attention.head_count")
     if file.value(f"{architecture}.block_count") == layers_of_27b:
-        told["query_pre_attn_scalar"] = file.value(f"{architecture}.embedding_length") // heads
+        told["query_pre_attn_scalar"] = _width(file, architecture)
     else:
-        told["query_pre_attn_scalar"] = file.value(f"{architecture}.attention.key_length")
+        told["query_pre_attn_scalar"] = file.needed(f"{architecture}.attention.key_length")
+    told["sliding_window"] = file.needed(f"{architecture}.attention.sliding_window")
     return {name: value for name, value in told.items() if value is not None}
 
 
@@ -111,62 +127,73 @@ def _gemma3(file: Metadata) -> dict[str, Any]:
     """Layers with a window rotate by a base that older files do not name. The others may be scaled."""
     whole: dict[str, Any] = {"rope_type": "default", "rope_theta": file.value("gemma3.rope.freq_base") or 1e6}
     if file.value("gemma3.rope.scaling.type") == "linear":
-        whole |= {"rope_type": "linear", "factor": file.value("gemma3.rope.scaling.factor")}
+        whole |= {"rope_type": "linear", "factor": file.needed("gemma3.rope.scaling.factor")}
     local = {"rope_type": "default", "rope_theta": file.value("gemma3.rope.freq_base_swa") or 1e4}
     return _gemma(file, "gemma3", 62) | {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
 
 
+def _olmo2(file: Metadata) -> dict[str, Any]:
+    if file.value("olmo2.attention.sliding_window"):
+        raise ValueError("it has windows, as OLMo 3 does, which is not read from GGUF files")
+    return {}
+
+
 def _phi3(file: Metadata) -> dict[str, Any]:
-    width = file.value("phi3.embedding_length") // file.value("phi3.attention.head_count")
+    width = _width(file, "phi3")
     return {
         "sliding_window": file.value("phi3.attention.sliding_window") or None,  # llama.cpp ignores it
         "partial_rotary_factor": (file.value("phi3.rope.dimension_count") or width) / width,
-        "original_max_position_embeddings": file.value("phi3.context_length"),
+        "original_max_position_embeddings": file.needed("phi3.context_length"),
     }
 
 
 def _qwen2moe(file: Metadata) -> dict[str, Any]:
     return {
-        "moe_intermediate_size": file.value("qwen2moe.expert_feed_forward_length"),
-        "shared_expert_intermediate_size": file.value("qwen2moe.expert_shared_feed_forward_length"),
+        **_experts(file, "qwen2moe"),
+        "moe_intermediate_size": file.needed("qwen2moe.expert_feed_forward_length"),
+        "shared_expert_intermediate_size": file.needed("qwen2moe.expert_shared_feed_forward_length"),
     }
 
 
 def _qwen3moe(file: Metadata) -> dict[str, Any]:
-    return {"moe_intermediate_size": file.value("qwen3moe.expert_feed_forward_length")}
+    inner = file.needed("qwen3moe.expert_feed_forward_length")
+    return _experts(file, "qwen3moe") | {"moe_intermediate_size": inner}
 
 
 def _mixtral(file: Metadata) -> dict[str, Any]:
-    return {
-        "num_local_experts": file.value("llama.expert_count"),
-        "num_experts_per_tok": file.value("llama.expert_used_count"),
-        "sliding_window": None,
-    }
+    return _experts(file, "llama", "num_local_experts") | {"sliding_window": None}
 
 
 def _gpt_oss(file: Metadata) -> dict[str, Any]:
     """The range of frequencies that are scaled is that of the model's own configuration; no file names it."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.value("gpt-oss.rope.freq_base")}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.needed("gpt-oss.rope.freq_base")}
     if file.value("gpt-oss.rope.scaling.type") == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": file.value("gpt-oss.rope.scaling.factor"),
+            "factor": file.needed("gpt-oss.rope.scaling.factor"),
             "original_max_position_embeddings": file.value("gpt-oss.rope.scaling.original_context_length")
-            or file.value("gpt-oss.context_length"),
+            or file.needed("gpt-oss.context_length"),
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "truncate": False,
         }
     return {
-        "intermediate_size": file.value("gpt-oss.expert_feed_forward_length"),
-        "head_dim": file.value("gpt-oss.attention.key_length"),
-        "sliding_window": file.value("gpt-oss.attention.sliding_window"),
+        **_experts(file, "gpt-oss", "num_local_experts"),
+        "intermediate_size": file.needed("gpt-oss.expert_feed_forward_length"),
+        "head_dim": file.needed("gpt-oss.attention.key_length"),
+        "sliding_window": file.needed("gpt-oss.attention.sliding_window"),
         "rope_parameters": rope,
     }
 
 
 def _qwen35(file: Metadata) -> dict[str, Any]:
+    from transformers.integrations.gguf.gguf_config_mapping import get_gguf_config  # takes seconds
+
     return dict(get_gguf_config(file.everything(), file.names))
+
+
+def _qwen35moe(file: Metadata) -> dict[str, Any]:
+    return _qwen35(file) | _experts(file, "qwen35moe")
 
 
 _MIXTRAL = Architecture("mixtral", "llama", told=_mixtral)  # `llama` with experts
@@ -181,13 +208,13 @@ ARCHITECTURES = {  # by values of general.architecture
     "lfm2": Architecture(told=_lfm2),
     "lfm2moe": Architecture("lfm2_moe", "lfm2", told=_lfm2moe),
     "llama": Architecture(),
-    "olmo2": Architecture(names="qwen3"),
+    "olmo2": Architecture(names="qwen3", told=_olmo2),
     "phi3": Architecture(told=_phi3, partial=True),
     "qwen2": Architecture(),
     "qwen2moe": Architecture("qwen2_moe", "qwen2_moe", told=_qwen2moe),
     "qwen3": Architecture(),
     "qwen35": Architecture("qwen3_5_text", _NONE, told=_qwen35, partial=True, has_nets=True),
-    "qwen35moe": Architecture("qwen3_5_moe_text", _NONE, told=_qwen35, partial=True, has_nets=True),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _NONE, told=_qwen35moe, partial=True, has_nets=True),
     "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", told=_qwen3moe),
     "smollm3": Architecture(names="llama"),
 }

@@ -8,7 +8,6 @@ a row consists of whole blocks. A file without blocks becomes a model in the eng
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +17,14 @@ from transformers import PreTrainedModel
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.filling import empty, fill, keep_maps
-from keepwarm.runtime.gguf.architectures import ARCHITECTURES, architecture_of
+from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.delta_nets import order_heads
-from keepwarm.runtime.gguf.header import Reader, read_config, read_tokenizer
-from keepwarm.runtime.gguf.tensors import check_types, tensors_of
+from keepwarm.runtime.gguf.file import File
+from keepwarm.runtime.gguf.header import read_tokenizer
+from keepwarm.runtime.gguf.tensors import tensors_of
 from keepwarm.runtime.native.blocks import can_compute
 
-_ROTARY = (
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
-    *("attention.key_length", "attention.head_count", "embedding_length"),
-)
-_BY_LENGTH = "rope_factors_long.weight"  # a tensor: rotary frequencies change with the sequence's length
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer
-_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
-
-
-@dataclass(frozen=True)
-class _File:
-    """An open GGUF file. Its tensors are parts of a memory map of it."""
-
-    path: Path
-    reader: Reader
-
-    @classmethod
-    def open(cls, path: Path) -> _File:
-        """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
-        try:
-            found = cls(path, Reader(path, "c"))
-            found._check()
-        except UnsupportedModel:
-            raise
-        except _DAMAGE as error:
-            raise UnsupportedModel(
-                f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
-            ) from error
-        return found
-
-    @property
-    def architecture(self) -> str:
-        return str(self.reader.value("general.architecture"))
-
-    def _check(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise UnsupportedModel(
-                f"{self.path} holds a model of the architecture {self.architecture!r}; Keepwarm runs GGUF files of "
-                f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
-            )
-        if self.reader.byte_order != "I":
-            raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
-        if (self.reader.value("split.count") or 1) > 1:
-            raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
-        self._check_rotary()
-        if self.reader.length("tokenizer.ggml.tokens") is None:
-            raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
-        check_types(self.path, self.reader.tensors)
-
-    def _check_rotary(self) -> None:
-        told = {name: self.reader.value(f"{self.architecture}.{name}") for name in _ROTARY}
-        known = architecture_of(self.reader)
-        kind = told["rope.scaling.type"]
-        scaled = kind not in (None, "none") or any(
-            told[name] not in (None, 0, 1) for name in ("rope.scaling.factor", "rope.scale_linear")
-        )
-        heads, rotated = told["attention.head_count"], told["rope.dimension_count"]
-        width = told["attention.key_length"] or (told["embedding_length"] or 0) // (heads or 1)
-        if (
-            (scaled and kind not in known.scaled)
-            or (rotated not in (None, width) and not known.partial)
-            or any(each.name == _BY_LENGTH for each in self.reader.tensors)
-        ):
-            raise UnsupportedModel(
-                f"{self.path} scales its rotary embedding or applies it to a part of each head ({told}), which is not "
-                "read from GGUF files; pass the model's folder with safetensors"
-            )
 
 
 def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
@@ -107,7 +41,7 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
         )
     if not can_compute():
         raise UnsupportedModel(f"{path} needs a C++ compiler (install g++): its weights stay in their blocks")
-    file = _File.open(path)
+    file = File.open(path)
     try:
         model = _model(file, dtype)
         tokenizer = read_tokenizer(path, model.config)
@@ -119,12 +53,9 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     return model, tokenizer
 
 
-def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
-    config = read_config(file.reader)
+def _model(file: File, dtype: torch.dtype) -> PreTrainedModel:
+    config = file.config()
     config.name_or_path = str(file.path.parent)
-    width = file.reader.value(f"{file.architecture}.attention.key_length")
-    if width is not None and hasattr(config, "head_dim"):
-        config.head_dim = int(width)  # transformers does not read it for Qwen 3
     model = empty(config, dtype)
     fill(file.path, model, tensors_of(file.path, file.reader, model), dtype)
     if ARCHITECTURES[file.architecture].has_nets:
@@ -133,7 +64,9 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
     model.config.quantization_config = {
         "quant_method": "gguf",
         "tensors": dict(sorted(Counter(types.values()).items())),
-        "types": json_digest("keepwarm gguf types 1", types),  # equal bytes mean different weights in different types
+        # Equal bytes mean different weights in different types. The number counts ways to read a file, such as orders
+        # of rows: what was stored under another one is not found.
+        "types": json_digest("keepwarm gguf types 1", types),
     }
     ends = [file.reader.value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     if model.generation_config is not None:

@@ -18,7 +18,7 @@ from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.filling import Experts
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.delta_nets import Processor
-from keepwarm.runtime.gguf.header import Reader
+from keepwarm.runtime.gguf.reader import Reader
 from keepwarm.runtime.native.block_experts import Stack, Stacked
 from keepwarm.runtime.native.blocks import KINDS, Blocks, raw_bytes
 
@@ -40,18 +40,6 @@ _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)
 _NETS = re.compile(r"blk\.\d+\.ssm_out\.weight$")  # of gated delta nets
 
 
-def check_types(path: Path, tensors: Any) -> None:
-    """Raise UnsupportedModel for weights of types that the kernels do not have."""
-    others = [each for each in tensors if each.tensor_type.name not in KINDS and each.tensor_type not in _WIDE]
-    if others:
-        kinds = ", ".join(sorted({each.tensor_type.name for each in others}))
-        raise UnsupportedModel(
-            f"{path} has weights of the type {kinds} ({others[0].name} and {len(others) - 1} more); the kernels have "
-            f"{', '.join(KINDS)}, F16, BF16 and F32. Quantize it to one of these (llama-quantize), or pass "
-            "the model's folder with safetensors"
-        )
-
-
 def _is_matrix(tensor: Any) -> bool:
     return len(tensor.shape) > 1 and not _KEPT.search(tensor.name) and not tensor.name.endswith("_exps.bias")
 
@@ -69,7 +57,10 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
     architecture = str(reader.value("general.architecture"))
     processor, names = processor_of(model, architecture), tensor_names(model, architecture)
     stay = _in_blocks(reader.tensors)
-    behind = f"blk.{model.config.num_hidden_layers}."  # layers that predict further tokens (`nextn`) are left out
+    layers, more = model.config.num_hidden_layers, reader.value(f"{architecture}.nextn_predict_layers") or 0
+    behind = tuple(
+        f"blk.{layer}." for layer in range(layers, layers + min(more, layers))
+    )  # they predict further tokens
     found: dict[str, Blocks | torch.Tensor | Experts] = {}
     parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts
     for each in reader.tensors:
@@ -86,6 +77,8 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
             parts[names[each.name]] |= _of_experts(each, *piece.groups())
         else:
             found[names[each.name]] = _values(each, processor, stay)
+    if missing := [theirs for theirs, name in names.items() if name.endswith(".expert_bias") and name not in found]:
+        raise UnsupportedModel(f"{path} lacks {missing[0]}")  # it is a buffer of the model, which has numbers already
     for module, pieces in parts.items():
         if lacking := {f"{name}_weight" for name in _PARTS} - pieces.keys():
             raise UnsupportedModel(f"{path} lacks {', '.join(sorted(lacking))} of {module}")
@@ -111,15 +104,14 @@ def _of_experts(tensor: Any, part: str, what: str) -> dict[str, Stacked | torch.
     """Return the weights or biases of a layer's experts by the part's name. Some files have two parts in one tensor."""
     if what == "bias":
         return {f"{part}_bias": torch.from_numpy(np.ascontiguousarray(_floats(tensor)))}
+    if len(tensor.shape) != 3:
+        raise ValueError(f"{tensor.name} has {len(tensor.shape)} dimensions; experts have 3")
     columns, rows, experts = (int(size) for size in tensor.shape)
-    raw = raw_bytes(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(experts * rows, -1))
+    raw = raw_bytes(tensor.data).reshape(experts, rows, -1)
     if part != "gate_up":
-        return {f"{part}_weight": Stacked(raw, int(tensor.tensor_type), columns, experts)}
-    halves = raw.unflatten(0, (experts, 2, rows // 2)).unbind(1)
-    return {
-        f"{name}_weight": Stacked(half.flatten(0, 1), int(tensor.tensor_type), columns, experts)
-        for name, half in zip(("gate", "up"), halves, strict=True)
-    }
+        return {f"{part}_weight": Stacked(raw, int(tensor.tensor_type), columns)}
+    halves = zip(("gate", "up"), raw.chunk(2, dim=1), strict=True)
+    return {f"{name}_weight": Stacked(half, int(tensor.tensor_type), columns) for name, half in halves}
 
 
 def _floats(tensor: Any) -> npt.NDArray[np.float32]:
@@ -161,6 +153,10 @@ def _layer(name: str) -> str:
 
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
     rotary: Any = model.get_decoder().rotary_emb
-    for name in ("inv_freq", "original_inv_freq"):
-        if (table := getattr(rotary, name, None)) is not None:
-            table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))
+    divisors = torch.from_numpy(np.array(factors, dtype=np.float32))
+    tables = [getattr(rotary, name, None) for name in ("inv_freq", "original_inv_freq")]
+    if tables[0] is None or any(table is not None and table.shape != divisors.shape for table in tables):
+        raise ValueError(f"{_FACTORS} has {len(divisors)} factors, which do not fit the model's rotary embedding")
+    for table in tables:
+        if table is not None:
+            table.div_(divisors)

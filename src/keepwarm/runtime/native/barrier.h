@@ -75,7 +75,9 @@ private:
         if (sched_getaffinity(0, sizeof may, &may) || CPU_COUNT(&may) < threads || !CPU_ISSET(here, &may)) return;
         others = may;
         CPU_CLR(here, &others);
-        if (!sched_setaffinity(0, sizeof others, &others)) sched_setaffinity(0, sizeof may, &may);
+        if (sched_setaffinity(0, sizeof others, &others) || !sched_setaffinity(0, sizeof may, &may)) return;
+        for (int i = 0; i < CPU_SETSIZE; i++) CPU_SET(i, &may);  // the ones it could use were changed meanwhile
+        sched_setaffinity(0, sizeof may, &may);
     }
 #else
     void end(int now) { round.store(now + 1, std::memory_order_release); }

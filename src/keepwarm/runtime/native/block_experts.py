@@ -14,17 +14,23 @@ from keepwarm.runtime.native.blocks import Blocks
 
 @dataclass(frozen=True)
 class Stacked(Blocks):
-    """The weights of all experts, one under the other: `raw` is uint8 `[experts * out, bytes of a row]`."""
-
-    experts: int
+    """The weights of all experts: `raw` is uint8 `[experts, out, bytes of a row]`, and whole rows of one expert lie one
+    behind the other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.experts, len(self) // self.experts, self.columns
+        return *self.raw.shape[:2], self.columns
 
     def of(self, expert: int) -> Blocks:
-        rows = len(self) // self.experts
-        return Blocks(self.raw[expert * rows : (expert + 1) * rows], self.kind, self.columns)
+        return Blocks(self.raw[expert], self.kind, self.columns)
+
+    @property
+    def each(self) -> list[Blocks]:
+        return [self.of(expert) for expert in range(len(self.raw))]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.raw.dim() == 3 and all(each.is_whole for each in self.each)
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,13 @@ class BlockStack(nn.Module):
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
-        self.kind, self.columns, self.experts = stack.weight.kind, stack.weight.columns, stack.weight.experts
+        self.kind, self.columns = stack.weight.kind, stack.weight.columns
         self.register_buffer("weight", stack.weight.raw)
         self.register_buffer("bias", stack.bias)
 
     @property
     def blocks(self) -> Stacked:
-        return Stacked(self.weight, self.kind, self.columns, self.experts)
+        return Stacked(self.weight, self.kind, self.columns)
 
     def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         made = self.blocks.of(expert).product(x)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.block_experts import Stacked
 from keepwarm.runtime.native.blocks import Blocks, Packed
 from keepwarm.runtime.native.description import (
     Attention,
@@ -104,7 +105,7 @@ class Packing:
         return their address. If they are in blocks, pack them as quantized.h reads them; then all must be. If elements
         are packed together, they are bfloat16, and packed as twelve.h reads them."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
-            return self._in_blocks(in_blocks)
+            return self._in_blocks(in_blocks[0].each if isinstance(in_blocks[0], Stacked) else in_blocks)
         stacked = _stacked(weights)
         if self._deep == 1:
             return self._floating(stacked)
@@ -136,8 +137,9 @@ class Packing:
 
     def _experts(self, parts: Experts) -> ExpertsRecord:
         sigmoid = parts.sigmoid or Sigmoid(None, None, 1.0)
+        router = _stacked([parts.router.weight, parts.gate])
         return ExpertsRecord(
-            router=self._floating(_stacked([parts.router.weight, parts.gate])),
+            router=self._floating(router.float() if isinstance(parts.all.up.weight, Blocks) else router),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
             count=len(parts.router.weight),

@@ -1,0 +1,119 @@
+"""An open GGUF file, of which is known that it is whole and runs here. Imports no transformers: `keepwarm doctor` asks,
+too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gguf import GGMLQuantizationType
+
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.gguf.architectures import ARCHITECTURES, architecture_of
+from keepwarm.runtime.gguf.reader import Reader
+from keepwarm.runtime.native.blocks import KINDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+_ROTARY = (
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
+    *("attention.key_length", "attention.head_count", "embedding_length"),
+)
+_MOST_EXPERTS, _WIDEST = 1024, 1 << 16
+_BY_LENGTH = "rope_factors_long.weight"  # a tensor: rotary frequencies change with the sequence's length
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class File:
+    """An open GGUF file. Its tensors are parts of a memory map of it."""
+
+    path: Path
+    reader: Reader
+
+    @classmethod
+    def open(cls, path: Path) -> File:
+        """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
+        try:
+            found = cls(path, Reader(path, "c"))
+            found._check()
+        except UnsupportedModel:
+            raise
+        except _DAMAGE as error:
+            raise UnsupportedModel(
+                f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
+            ) from error
+        return found
+
+    @property
+    def architecture(self) -> str:
+        return str(self.reader.value("general.architecture"))
+
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration. Raises UnsupportedModel for metadata that do not make one."""
+        from keepwarm.runtime.gguf.header import read_config  # imports transformers
+
+        try:
+            return read_config(self.reader)
+        except KeyError as error:
+            raise UnsupportedModel(f"{self.path} does not say what its model is: {error.args[0]}") from error
+        except Exception as error:  # transformers checks values in many ways
+            raise UnsupportedModel(f"{self.path} does not load: {error}") from error
+
+    def _check(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{self.path} holds a model of the architecture {self.architecture!r}; Keepwarm runs GGUF files of "
+                f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
+            )
+        if self.reader.byte_order != "I":
+            raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
+        if (self.reader.value("split.count") or 1) > 1:
+            raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
+        self._check_sizes()
+        self._check_rotary()
+        if self.reader.length("tokenizer.ggml.tokens") is None:
+            raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
+        self._check_types()
+
+    def _check_sizes(self) -> None:
+        """Refuse numbers for which a model would take much memory before a tensor is found missing."""
+        most = {"block_count": len(self.reader.tensors), "expert_count": _MOST_EXPERTS}
+        most |= dict.fromkeys(("attention.head_count", "attention.key_length", "rope.dimension_count"), _WIDEST)
+        for key, limit in most.items():
+            found = self.reader.value(f"{self.architecture}.{key}")
+            if found is not None and not 0 <= found <= limit:
+                raise UnsupportedModel(f"{self.path} says {self.architecture}.{key} is {found}; expected up to {limit}")
+
+    def _check_rotary(self) -> None:
+        told = {name: self.reader.value(f"{self.architecture}.{name}") for name in _ROTARY}
+        known = architecture_of(self.reader)
+        kind = told["rope.scaling.type"]
+        scaled = kind not in (None, "none") or any(
+            told[name] not in (None, 0, 1) for name in ("rope.scaling.factor", "rope.scale_linear")
+        )
+        heads, rotated = told["attention.head_count"], told["rope.dimension_count"]
+        width = told["attention.key_length"] or (told["embedding_length"] or 0) // (heads or 1)
+        if (
+            (scaled and kind not in known.scaled)
+            or (rotated not in (None, width) and not known.partial)
+            or any(each.name == _BY_LENGTH for each in self.reader.tensors)
+        ):
+            raise UnsupportedModel(
+                f"{self.path} scales its rotary embedding or applies it to a part of each head ({told}), which is not "
+                "read from GGUF files; pass the model's folder with safetensors"
+            )
+
+    def _check_types(self) -> None:
+        known = {*KINDS, *(kind.name for kind in FLOATS)}
+        others = [each for each in self.reader.tensors if each.tensor_type.name not in known]
+        if others:
+            kinds = ", ".join(sorted({each.tensor_type.name for each in others}))
+            raise UnsupportedModel(
+                f"{self.path} has weights of the type {kinds} ({others[0].name} and {len(others) - 1} more); the "
+                f"kernels have {', '.join(KINDS)}, F16, BF16 and F32. Quantize it to one of these (llama-quantize), or "
+                "pass the model's folder with safetensors"
+            )
