@@ -130,7 +130,7 @@ STEPS = (
             *(f"{_FAMILIES % model} --random {shape}" for shape, model in _RANDOM.items()),
         ),
         ("families.jsonl",),
-        4,
+        3,
         ("model gemma3-270m", "model gemma3-270m.gguf", "model qwen2.5-0.5b"),
         "--prefix 64 --rounds 1",
     ),
@@ -261,7 +261,7 @@ STEPS = (
             " --peer {llamacpp} --no-logits --output {out}",
         ),
         ("gguf.jsonl",),
-        9,
+        7,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf", "model gemma3-270m.gguf"),
     ),
     Step(

@@ -326,6 +326,9 @@ def test_a_gguf_file_is_told_by_what_it_holds(look: Look, tmp_path: Path) -> Non
     assert (code, found["model"]["status"]) == (0, "ok")
     assert "qwen3moe in F32, Q4_K, Q6_K" in found["model"]["detail"]
     assert "of KV per token" in found["model"]["detail"]
+    assert "template" not in found["model"]["detail"]
+    code, found = look("--model", write(tmp_path / "base.gguf", lacking="chat_template"))
+    assert (code, "--raw" in found["model"]["detail"]) == (0, True)
     code, found = look("--model", write(tmp_path / "other.gguf", architecture="mamba"))
     assert (code != 0, found["model"]["status"]) == (True, "fail")
     assert "'mamba'" in found["model"]["detail"]

@@ -291,12 +291,20 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         return own
     if (found := seen_on_triton(own, kept)) is not None:
         return found
-    ours = own
+    ours, why = own, ""
     if attention.may_support(model, own.device):
         ours = Runner(model, attention.NAME, port=own.port)
-        if reason := disagreement(ours, own, kept):
-            log.info("using the model's own attention: %s", reason)
+        if why := disagreement(ours, own, kept):
             ours = own
+    lean = _on_kernels(own, ours, kept)
+    if lean is ours and why:
+        log.info("using the model's own attention: %s", why)
+    return lean
+
+
+def _on_kernels(own: Runner, ours: Runner, kept: Kept) -> Runner:
+    """Return a runner with the compiled kernels, if they agree with the model; else `ours`."""
+    model, geometry = own.model, kept.geometry
     if not own.port.is_host or not is_for_kernels(kept.form):
         return ours
     lean = Runner(model, ours.attention, lean_decoder(model, geometry), own.port)

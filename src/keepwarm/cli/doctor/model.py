@@ -21,7 +21,6 @@ from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
 
-_MAGIC = b"GGUF"  # how a GGUF file begins
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 
 
@@ -61,13 +60,6 @@ def _demo(settings: EngineConfig) -> Finding:
 
 
 def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
-    try:
-        with file.open("rb") as opened:
-            begins = opened.read(len(_MAGIC))
-    except OSError as error:
-        return Finding("model", "fail", f"{name} cannot be read: {error}", "fetch it again")
-    if begins != _MAGIC:
-        return Finding("model", "fail", f"{name} is no GGUF file: it begins with {begins!r}", "fetch it again")
     from keepwarm.runtime.gguf.file import File  # imports torch
 
     try:
@@ -76,7 +68,10 @@ def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
     except UnsupportedModel as error:
         return Finding("model", "fail", str(error), "docs/gguf.md lists what runs")
     types = ", ".join(sorted({each.tensor_type.name for each in whole.reader.tensors}))
-    return Finding("model", "ok", f"{name} is there: {whole.architecture} in {types}; {told}. {_SURE}")
+    told = f"{name} is there and runs: {whole.architecture} in {types}; {told}"
+    if not whole.has_template:
+        told += "; it has no chat template, so give it texts (`keepwarm run --raw`), not messages"
+    return Finding("model", "ok", f"{told}. {_SURE}")
 
 
 def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:

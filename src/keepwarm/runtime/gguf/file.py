@@ -22,6 +22,7 @@ _ROTARY = (
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
     *("attention.key_length", "attention.head_count", "embedding_length"),
 )
+_MAGIC = b"GGUF"  # how a GGUF file begins
 _MOST_EXPERTS, _WIDEST = 1024, 1 << 16
 _BY_LENGTH = "rope_factors_long.weight"  # a tensor: rotary frequencies change with the sequence's length
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
@@ -38,15 +39,26 @@ class File:
     def open(cls, path: Path) -> File:
         """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
         try:
+            with path.open("rb") as opened:
+                begins = opened.read(len(_MAGIC))
+            if begins != _MAGIC:
+                raise UnsupportedModel(f"{path} is no GGUF file: it begins with {begins!r}")
             found = cls(path, Reader(path, "c"))
             found._check()
         except UnsupportedModel:
             raise
+        except OSError as error:
+            raise UnsupportedModel(f"{path} cannot be read: {error}") from error
         except _DAMAGE as error:
             raise UnsupportedModel(
                 f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
             ) from error
         return found
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the file has a chat template."""
+        return self.reader.value("tokenizer.chat_template") is not None
 
     @property
     def architecture(self) -> str:
