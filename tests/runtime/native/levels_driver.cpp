@@ -94,10 +94,7 @@ struct Weight {
     Weight(int out, int in, int size) : plain((size_t)out * in), out(out), in(in) {
         std::normal_distribution<float> normal(0, size / std::sqrt((float)in));
         for (auto& each : plain) { const float x = normal(drawn); each = kind == BFLOAT16 ? as_bf16(x) : x; }
-        if (kind == BLOCKS) {
-            in_blocks(size / std::sqrt((double)in));
-            return;
-        }
+        if (kind == BLOCKS) { in_blocks(size / std::sqrt((double)in)); return; }
         const int by = deep > 1 ? 2 : 1, unit = deep > 1 ? std::max(deep, PAIRED) : 1, across = (in + unit - 1) / unit * unit;
         packed = numbers((size_t)(out + 15) / 16 * 16 * across, [&](auto put) {
             for (int o = 0; o < out; o++)
