@@ -58,9 +58,8 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
     processor, names = processor_of(model, architecture), tensor_names(model, architecture)
     stay = _in_blocks(reader.tensors)
     layers, more = model.config.num_hidden_layers, reader.value(f"{architecture}.nextn_predict_layers") or 0
-    behind = tuple(
-        f"blk.{layer}." for layer in range(layers, layers + min(more, layers))
-    )  # they predict further tokens
+    # Layers that predict further tokens are left out.
+    behind = tuple(f"blk.{layer}." for layer in range(layers, layers + min(more, layers)))
     found: dict[str, Blocks | torch.Tensor | Experts] = {}
     parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts
     for each in reader.tensors:
@@ -87,7 +86,7 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
 
 
 def _values(tensor: Any, processor: Any, stay: bool) -> Blocks | torch.Tensor:
-    """Return a tensor as the model has it. A matrix stays in blocks, or in floats of 16 bits, if its model's do."""
+    """Return a tensor as the model has it. A matrix in floats is a weight in blocks, too, if others are (`stay`)."""
     values: npt.NDArray[Any] = tensor.data
     kind, is_matrix = tensor.tensor_type, _is_matrix(tensor)
     if kind in _WIDE and not (stay and is_matrix):
