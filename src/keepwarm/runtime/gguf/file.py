@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from gguf import GGMLQuantizationType
 
 from keepwarm.errors import UnsupportedModel
@@ -17,7 +18,11 @@ from keepwarm.runtime.native.blocks import KINDS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 _ROTARY = (
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
     *("attention.key_length", "attention.head_count", "embedding_length"),

@@ -18,15 +18,11 @@ from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.filling import Experts
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.delta_nets import Processor
+from keepwarm.runtime.gguf.file import FLOATS
 from keepwarm.runtime.gguf.reader import Reader
 from keepwarm.runtime.native.block_experts import Stack, Stacked
 from keepwarm.runtime.native.blocks import KINDS, Blocks, raw_bytes
 
-_WIDE = {  # types of floats, and how their bytes are read
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
 _KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d)\.weight$")  # matrices that are floats
 _LIKE = {"granite": "llama", "granitemoe": "llama", "smollm3": "llama", "lfm2moe": "lfm2"}  # rows are ordered as there
 _FACTORS = "rope_freqs.weight"  # rotary frequencies are divided by it
@@ -37,26 +33,23 @@ _OTHERS = {  # names that gguf's table does not have, by how the model's end
 }
 _PARTS = ("gate", "up", "down")
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)$")
-_NETS = re.compile(r"blk\.\d+\.ssm_out\.weight$")  # of gated delta nets
 
 
 def _is_matrix(tensor: Any) -> bool:
     return len(tensor.shape) > 1 and not _KEPT.search(tensor.name) and not tensor.name.endswith("_exps.bias")
 
 
-def _in_blocks(tensors: Any) -> bool:
+def _in_blocks(tensors: Any, has_nets: bool) -> bool:
     """Whether matrices stay as the file has them. Those of a file that nobody quantized become the model's own, unless
     it has experts or delta nets, which are made of other parts than the model's."""
-    return any(
-        each.tensor_type.name in KINDS or _EXPERTS.match(each.name) or _NETS.match(each.name) for each in tensors
-    )
+    return has_nets or any(each.tensor_type.name in KINDS or _EXPERTS.match(each.name) for each in tensors)
 
 
 def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, Blocks | torch.Tensor | Experts]:
     """Return the file's tensors by their names in the model."""
     architecture = str(reader.value("general.architecture"))
     processor, names = processor_of(model, architecture), tensor_names(model, architecture)
-    stay = _in_blocks(reader.tensors)
+    stay = _in_blocks(reader.tensors, ARCHITECTURES[architecture].has_nets)
     layers, more = model.config.num_hidden_layers, reader.value(f"{architecture}.nextn_predict_layers") or 0
     # Layers that predict further tokens are left out.
     behind = tuple(f"blk.{layer}." for layer in range(layers, layers + min(more, layers)))
@@ -89,11 +82,11 @@ def _values(tensor: Any, processor: Any, stay: bool) -> Blocks | torch.Tensor:
     """Return a tensor as the model has it. A matrix in floats is a weight in blocks, too, if others are (`stay`)."""
     values: npt.NDArray[Any] = tensor.data
     kind, is_matrix = tensor.tensor_type, _is_matrix(tensor)
-    if kind in _WIDE and not (stay and is_matrix):
+    if kind in FLOATS and not (stay and is_matrix):
         floats = _floats(tensor)
         made = torch.from_numpy(np.ascontiguousarray(processor.process(weights=floats, name=tensor.name).weights))
-        return made if kind is GGMLQuantizationType.F32 or not is_matrix else made.to(_WIDE[kind])
-    if kind in _WIDE:  # a processor reorders rows
+        return made if kind is GGMLQuantizationType.F32 or not is_matrix else made.to(FLOATS[kind])
+    if kind in FLOATS:  # a processor reorders rows
         values = values.view(np.uint8).reshape(len(values), -1)
     values = processor.process(weights=values, name=tensor.name).weights
     return Blocks(raw_bytes(values), int(kind), int(tensor.shape[0]))
@@ -117,7 +110,7 @@ def _floats(tensor: Any) -> npt.NDArray[np.float32]:
     """Return a tensor of floats in float32, `[..., columns]`."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
     raw = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1))
-    return raw.view(_WIDE[tensor.tensor_type]).reshape(shape).float().numpy()
+    return raw.view(FLOATS[tensor.tensor_type]).reshape(shape).float().numpy()
 
 
 def processor_of(model: PreTrainedModel, architecture: str) -> Any:
