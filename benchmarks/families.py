@@ -136,7 +136,7 @@ def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Fig
     vocabulary = theirs.model.config.get_text_config().vocab_size
     ids = [5 + number * 7919 % min(vocabulary - 10, 40000) for number in range(prefix + SUFFIX)]
     times: dict[str, list[tuple[float, float]]] = {"cold": [], "hit": [], "decode": []}
-    with Engine.from_pretrained(folder, dtype=dtype, max_disk=0) as engine:
+    with Engine.from_pretrained(folder, dtype=dtype, max_disk=0, draft_tokens=0) as engine:  # a step is one token
         engine.generate(ids[:prefix], max_new_tokens=1)
         held = theirs.cold(ids[:prefix])
         for number in range(rounds):

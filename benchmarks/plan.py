@@ -261,8 +261,19 @@ STEPS = (
             " --peer {llamacpp} --no-logits --output {out}",
         ),
         ("gguf.jsonl",),
-        7,
+        5,
         ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf", "model gemma3-270m.gguf"),
+    ),
+    Step(
+        "drafts",
+        (
+            "{python} benchmarks/drafts.py {models}/qwen2.5-1.5b.gguf {models}/qwen2.5-0.5b.gguf {demo} --rounds 3"
+            " --peer {llamacpp} --out {out}/drafts.jsonl",
+        ),
+        ("drafts.jsonl",),
+        3,
+        ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf"),
+        "--rounds 1 --new 8",
     ),
     Step(
         "prove",

@@ -175,7 +175,7 @@ class Conditions:
                 engine.pipeline.model.stop_tokens | engine.pipeline.adapter.stop_tokens,
                 times,
             )
-            for _ in decode(runner, arena.cache, logits, length, grown):
+            for _ in decode(runner, arena.cache, logits, length, grown, engine.pipeline.step_costs):
                 pass
         finally:
             arena.seek(0)

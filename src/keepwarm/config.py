@@ -20,6 +20,7 @@ DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 SNAPSHOT_BUDGET = 1.0  # docs/decisions/0100-snapshots.md
 SCHEDULED_STEP = 1024  # the default where matches end at steps: docs/decisions/0091-a-finer-schedule.md
 DEFAULT_MIN_STEP = 128
+DRAFT_TOKENS = 7  # docs/decisions/0141-drafts.md
 EXIT_SECONDS = 30.0
 ENVIRONMENT = "KEEPWARM__"
 
@@ -193,6 +194,14 @@ class EngineConfig(BaseModel):
     )
     store_answers: bool = Field(
         True, description="store the KV of answers; without it an answer is stored once a prompt goes on from it"
+    )
+    draft_tokens: int = Field(
+        DRAFT_TOKENS,
+        ge=0,
+        le=DRAFT_TOKENS,
+        description="most tokens that are drafted for a step of an answer: those that followed the same tokens earlier "
+        "in prompt and answer. The answer has the same bits with any number. Models on the compiled kernels for the "
+        "processor have drafts, unless a layer has a recurrent state",
     )
     store_ttl: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is evicted first"

@@ -11,7 +11,7 @@ from tests.helpers.on_triton import SMALL
 from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
-from keepwarm.batching import rounds
+from keepwarm.batching import decoding
 from keepwarm.runtime import device
 from keepwarm.runtime.pages import page_bytes, pages_for
 from keepwarm.testing.device import AdversarialPort
@@ -35,14 +35,14 @@ def engine(tokenizer: Any) -> Iterator[Engine]:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests each step has that began ahead."""
     counts: list[int] = []
-    begin = rounds.begun_ahead
+    begin = decoding.begun_ahead
 
     def counted(*given: Any) -> Any:
         found = begin(*given)
         counts.append(0 if found is None else len(found.jobs))
         return found
 
-    monkeypatch.setattr(rounds, "begun_ahead", counted)
+    monkeypatch.setattr(decoding, "begun_ahead", counted)
     return counts
 
 

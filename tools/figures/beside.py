@@ -215,6 +215,18 @@ def gguf_memory() -> str:
     return table(("file", "its size, MiB", "Keepwarm holds, MiB", "llama.cpp holds, MiB"), rows)
 
 
+def drafts() -> str:
+    """Answers with drafted tokens, without them, and llama.cpp's."""
+    rows = []
+    for each in records("drafts.jsonl"):
+        accepted = f"{each['accepted']} of {each['drafted']}"
+        times = (ms(each["drafts_ms"]), ms(each["without_ms"]), ms(each["llamacpp_ms"]) if "llamacpp" in each else "")
+        beside = ratio(each["llamacpp"]) if "llamacpp" in each else ""
+        rows.append((each["model"], each["request"], accepted, *times, ratio(each), beside))
+    head = ("with drafts, ms", "without, ms", "llama.cpp, ms", "times sooner than without", "than llama.cpp")
+    return table(("model", "request", "drafted tokens accepted", *head), rows)
+
+
 def field() -> str:
     """The field's own tools: one row for each, Keepwarm beside vLLM."""
     found = {(each["tool"], each["server"]): each for each in records("field.jsonl")}
@@ -242,6 +254,7 @@ BLOCKS = {
     "llamacpp-page": llamacpp,
     "llamaserver-page": llamaserver,
     "mlxlm-page": mlxlm,
+    "drafts": drafts,
     "gguf": gguf,
     "gguf-memory": gguf_memory,
 }

@@ -14,6 +14,7 @@ import torch
 
 from keepwarm.batching.request import Running
 from keepwarm.core.blocks import token_ids
+from keepwarm.core.drafts import Draft
 from keepwarm.errors import Overloaded
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.runner import Runner
@@ -40,13 +41,16 @@ class Ahead:
         return [self.jobs[number] for number in left], [self.positions[number] for number in left], rows
 
 
-def run_together(runner: Runner, pool: ArenaPool, jobs: Sequence[Running], positions: Sequence[int]) -> torch.Tensor:
-    """Run the newest token of each request, at these positions. If the device has no memory, idle arenas make way."""
-    tokens = [token_ids([job.last[0]]) for job in jobs]
+def run_together(
+    runner: Runner, pool: ArenaPool, jobs: Sequence[Running], positions: Sequence[int], drafted: Sequence[Draft]
+) -> torch.Tensor:
+    """Run the newest token of each request, at these positions, and behind it what was drafted. Return the logits after
+    each. If the device has no memory, idle arenas make way."""
+    tokens = [token_ids([job.last[0], *draft.tokens]) for job, draft in zip(jobs, drafted, strict=True)]
 
     def run() -> torch.Tensor:
         sequences = [job.room.sequence.sequenced for job in jobs if job.room.sequence is not None]
-        return runner.step_together(tokens, positions, sequences)
+        return runner.step_together(tokens, positions, sequences, each=True)
 
     try:
         return run()

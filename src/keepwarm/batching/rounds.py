@@ -13,17 +13,15 @@ from threading import Condition
 import torch
 
 from keepwarm.batching.admission import Admission, UnderWay
-from keepwarm.batching.ahead import Ahead, begun_ahead, chosen_there, run_together
+from keepwarm.batching.decoding import Decoding
 from keepwarm.batching.request import Prefilling, Running, Waiting, begun
 from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
-from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
-from keepwarm.runtime.sampling import Choice
 from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class Rounds:
         self._under_way = UnderWay()
         self.admission = Admission(pipeline, memory, pool, changed, self._turns, self._under_way, most, rows)
         self._slots = self._held = 0
-        self._ahead: Ahead | None = None
+        self._decoding = Decoding(pipeline, self._under_way, self._turns, self._guarding, self._grow, self._fail_all)
 
     @property
     def under_way(self) -> tuple[int, int]:
@@ -62,7 +60,8 @@ class Rounds:
 
     def drop_memory(self) -> None:
         """Release the pages' memory; no request may run afterwards."""
-        self.admission.memory = self._ahead = None
+        self.admission.memory = None
+        self._decoding.drop()
 
     def jobs(self) -> list[Waiting]:
         return [*self.admission.waiting, *self._under_way.all]
@@ -76,7 +75,8 @@ class Rounds:
                 self._fail(job, CancelledError("the request was cancelled"))
         self._turns.round += 1
         ran = self._prefill_some() or bool(self._under_way.running)
-        self._decode()
+        if self._decoding.run():
+            self._measure()
         return ran
 
     def _prefill_some(self) -> bool:
@@ -243,73 +243,10 @@ class Rounds:
         if self._pipeline.loader.share(placed):
             self._under_way.storing.append(job)
 
-    def _decode(self) -> None:
-        """Decode a token for every running request, or for as many as fit into the time that others may wait."""
-        ahead, self._ahead = self._ahead, None
-        jobs, positions, rows = ([], [], None) if ahead is None else ahead.of(self._under_way.running)
-        together: list[tuple[Running, PagedSequence]] = []
-        for job in self._turns.decoded(self._under_way.running):
-            with self._guarding(job):
-                token, position = job.last
-                if job.room.sequence is None:
-                    started = time.perf_counter()
-                    logits = self._runner.step(token_ids([token]), job.opened.cache, position, job.answer.there)
-                    self._grow(job, job.answer.take(logits))
-                    self._turns.took_decode([job], time.perf_counter() - started, [0.0])
-                elif rows is None:
-                    job.room.sequence.grow(position + 1)
-                    together.append((job, job.room.sequence))
-        started = time.perf_counter()
-        if rows is None:
-            jobs, positions = [job for job, _ in together], [job.last[1] for job, _ in together]
-            try:
-                if jobs:
-                    rows = run_together(self._runner, self._pipeline.pool, jobs, positions)
-            except Exception as error:
-                self._fail_all(jobs, error)
-                return
-        if rows is not None:
-            self._hand_out(jobs, positions, rows, started)
-
-    def _hand_out(self, jobs: Sequence[Running], positions: Sequence[int], rows: torch.Tensor, started: float) -> None:
-        """Choose a token for each request from the logits after its newest one, which stands at its position."""
-        try:
-            choices = self._choices(jobs, rows)  # waits for a device
-        except Exception as error:
-            self._fail_all(jobs, error)
-            return
-        ends = [time.perf_counter()]
-        for job, position, logits in zip(jobs, positions, rows, strict=True):
-            with self._guarding(job):
-                if job in choices and job.room.sequence is not None:
-                    job.room.sequence.length = position + 1
-                    self._grow(job, job.answer.take(logits, choices[job]))
-            ends.append(time.perf_counter())
-        choosing = [end - began for began, end in pairwise(ends)]
-        if self._ahead is not None and not any(job in self._under_way.running for job in self._ahead.jobs):
-            self._ahead = None
-        self._turns.took_decode(jobs, ends[0] - started, choosing)
-        self._measure()
-
     def _fail_all(self, jobs: Sequence[Running], error: Exception) -> None:
         log.exception("a step of %d requests failed", len(jobs))
         for job in jobs:
             self._fail(job, error)
-
-    def _choices(self, jobs: Sequence[Running], rows: torch.Tensor) -> dict[Running, Choice | None]:
-        """Choose the next tokens on a device, and begin the step over them; the host waits once for the tokens. On the
-        host each is chosen in its turn: None. A request that fails is not in the result."""
-        port = self._runner.port
-        if port.is_host:
-            return dict.fromkeys(jobs)
-        chosen = chosen_there(jobs, rows, self._guarding)
-        if not chosen:
-            return {}
-        arrived = port.fetch(torch.cat([*chosen.values()]))
-        following = self._turns.decoded(self._under_way.running)
-        if port.goes_ahead and len(following) == len(self._under_way.running):  # nobody has to wait for a turn
-            self._ahead = begun_ahead(self._runner, following, chosen)
-        return {job: Choice(token, chosen[job]) for job, token in zip(chosen, arrived().tolist(), strict=True)}
 
     def _grow(self, job: Running, piece: Piece) -> bool:
         """Hand out a piece. If it is the last one, end the request and return True."""

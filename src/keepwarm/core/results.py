@@ -92,6 +92,8 @@ class Generation:
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
     tool_calls: tuple[ToolCall, ...] = ()  # complete calls of the request's tools in the answer, in order
     logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
+    drafted_tokens: int = 0  # computed in the hope that they would be the answer's
+    accepted_tokens: int = 0  # of them: those that were
     tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
     miss: Miss | None = None  # why no more was reused, when the plan was made; None if everything reusable was reused
 

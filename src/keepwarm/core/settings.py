@@ -38,6 +38,7 @@ class EngineArgs(TypedDict, total=False):
     min_store_tokens: int
     min_write_tokens: int
     store_answers: bool
+    draft_tokens: int
     store_ttl: float | None
     store_timeout: float
     exit_timeout: float

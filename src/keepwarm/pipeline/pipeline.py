@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
@@ -23,6 +22,7 @@ from keepwarm.core.activity import Activity
 from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.counts import Counts
+from keepwarm.core.drafts import StepCosts
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import GenerateArgs, PromptArgs
@@ -35,6 +35,7 @@ from keepwarm.errors import PromptTooLong, TemplateError, UnsupportedModel
 from keepwarm.linker.diagnose import Misses
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.pipeline.answering import new_answer
 from keepwarm.pipeline.chunk_reuse import Chunks, check
 from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.placed import Placed
@@ -49,7 +50,6 @@ from keepwarm.runtime.execute import Answer, decode, prefill
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.runner import Runner
-from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 from keepwarm.store.runfile.codec import coded_bytes
 
@@ -105,6 +105,7 @@ class Pipeline:
         self.lossy = config.kv_codec != "raw"
         self.archive = archive_of(config, model.geometry, model.runner.port)
         self.costs = Costs(model.geometry.bytes_per_token)
+        self.step_costs = StepCosts()
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self.prompts = Prompts(model, config, self.tokenizer, self.adapter, self.constraints)
@@ -257,24 +258,12 @@ class Pipeline:
     def begin_answer(self, prepared: Prepared, opened: Opened) -> Answer:
         """Record that the prompt is computed. Return its answer, which is empty so far."""
         self.activity.first_token()
-        decoding, tokens = prepared.decoding, prepared.compiled.tokens
-        ends = decoding.ends(self.stop_tokens)
         if opened.placed:
             opened.placed.computed_to = opened.placed.plan.blended_from
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
-        self.count(len(tokens), opened.by_tier)
-        return Answer(
-            Sampler(decoding, tokens, self.model.runner.port, prepared.constraint, ends),
-            TextStream(self.tokenizer, decoding.stop_strings, decoding.min_tokens),
-            decoding.max_new_tokens,
-            ends,
-            prepared.times,
-            hashlib.sha256() if decoding.trace else None,
-            decoding.logprobs,
-            prepared.parse,
-            as_generated=prepared.compiled.match.as_generated,
-            on_result=prepared.on_result,
-        )
+        self.count(len(prepared.compiled.tokens), opened.by_tier)
+        ends = prepared.decoding.ends(self.stop_tokens)
+        return new_answer(prepared, opened, self.model.runner, self.tokenizer, ends, self.config.draft_tokens)
 
     def linked_for(self, prepared: Prepared) -> Linked | None:
         """Return the request's prompt, linked for its reuse mode; None when it runs uncached."""
@@ -319,7 +308,9 @@ class Pipeline:
             answer = self.begin_answer(prepared, opened)
             if placed:
                 placed.generated = answer.token_ids  # this list grows
-            with closed(decode(self.model.runner, opened.cache, logits, len(tokens), answer)) as pieces:
+            with closed(
+                decode(self.model.runner, opened.cache, logits, len(tokens), answer, self.step_costs)
+            ) as pieces:
                 yield next(pieces)
                 if placed:
                     self.loader.explain(placed)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.cost import Costs
+from keepwarm.core.drafts import Draft, Drafter, StepCosts, drafts
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Miss, Piece, TokenLogprob
@@ -126,6 +128,7 @@ class Answer:
     done: bool = False
     there: torch.Tensor | None = None  # the last token on the model's device, `[1]`, if that is not the host
     as_generated: bool = False  # some of the prompt's ids are those that an earlier request ran
+    drafter: Drafter | None = None  # None: a step computes one token
     on_result: Callable[[Generation], None] = lambda result: None
 
     def take(self, logits: torch.Tensor, choice: Choice | None = None) -> Piece:
@@ -140,6 +143,8 @@ class Answer:
         token, self.there = chosen.token, chosen.there
         self.sampler.take(token)
         self.token_ids.append(token)
+        if self.drafter is not None:
+            self.drafter.add(token)
         if self.top is not None:
             self.logprobs.append(logprobs(logits, token, self.top))
         ends = token in self.stop_tokens
@@ -156,6 +161,19 @@ class Answer:
             self.times.first = now
         self.times.ended = now
         return Piece(text, token, len(self.token_ids) - 1, logprob=self.logprobs[-1] if self.logprobs else None)
+
+    def take_each(self, rows: Iterable[torch.Tensor], draft: Draft) -> Iterator[Piece]:
+        """Choose tokens from the logits after the newest token and after those of a draft, as long as the draft is
+        right and the answer goes on."""
+        for number, (logits, drafted) in enumerate(zip_longest(rows, draft.tokens)):
+            piece = self.take(logits)
+            is_right = drafted == self.token_ids[-1]
+            ends = self.done or not is_right
+            if ends and self.drafter is not None:
+                self.drafter.was(draft, number + is_right)
+            yield piece
+            if ends:
+                return
 
     def result(
         self, plan: LinkPlan, by_tier: dict[str, int], miss: Miss | None, blended: Blended | None = None
@@ -181,6 +199,8 @@ class Answer:
             tool_calls=self.tool_calls,
             logprobs=tuple(self.logprobs) if self.top is not None else None,
             tokens="as_generated" if self.as_generated else "canonical",
+            drafted_tokens=self.drafter.drafted if self.drafter else 0,
+            accepted_tokens=self.drafter.accepted if self.drafter else 0,
             miss=miss,
         )
         self.on_result(whole)
@@ -188,13 +208,17 @@ class Answer:
 
 
 def decode(
-    runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer
+    runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer, costs: StepCosts
 ) -> Generator[Piece, None, None]:
-    """Choose tokens one by one from `position` on. Yield a piece for each.
+    """Choose tokens one by one from `position` on. Yield a piece for each. If the answer has a drafter, `costs` says
+    how many drafted tokens a step computes, and learns.
 
     On a device, the step over a token begins before the host knows the token. If it is the last one, the step is
     forgotten.
     """
+    if answer.drafter is not None and isinstance(cache, ArenaCache):
+        yield from _with_drafts(runner, cache, logits, position, answer, answer.drafter, costs)
+        return
     ahead = _goes_ahead(runner, cache, answer)
     try:
         while True:
@@ -223,6 +247,33 @@ def decode(
     finally:
         if ahead and isinstance(cache, ArenaCache):
             cache.arena.advance(min(cache.arena.length, position + max(0, len(answer.token_ids) - 1)))
+
+
+def _with_drafts(
+    runner: Runner,
+    cache: ArenaCache,
+    logits: torch.Tensor,
+    position: int,
+    answer: Answer,
+    drafter: Drafter,
+    costs: StepCosts,
+) -> Generator[Piece, None, None]:
+    """Do what `decode` does, with drafted tokens in the steps. The KV of those that were wrong is forgotten."""
+    arena, rows, draft = cache.arena, logits[None], Draft()
+    costs.begin()
+    try:
+        while True:
+            yield from answer.take_each(rows, draft)
+            if answer.done:
+                return
+            at = position + len(answer.token_ids) - 1
+            arena.advance(at)
+            (draft,) = drafts([drafter], costs)
+            began = time.perf_counter()
+            rows = runner.step_each(token_ids([answer.token_ids[-1], *draft.tokens]), cache, at)
+            costs.took(1, len(rows), time.perf_counter() - began)
+    finally:
+        arena.advance(min(arena.length, position + max(0, len(answer.token_ids) - 1)))
 
 
 def _next(runner: Runner, cache: Cache, at: int, chosen: torch.Tensor) -> torch.Tensor:

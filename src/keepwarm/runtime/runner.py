@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -53,6 +52,11 @@ def _body(model: PreTrainedModel) -> torch.nn.Module:
 def _last(tokens: Sequence[TokenIds]) -> list[int]:
     """Return each sequence's last row."""
     return [end - 1 for end in accumulate(map(len, tokens))]
+
+
+def _all(tokens: Sequence[TokenIds]) -> list[int]:
+    """Return every row."""
+    return list(range(sum(map(len, tokens))))
 
 
 def _passes(sequences: Sequence[Sequenced]) -> tuple[list[int], list[int]]:
@@ -205,9 +209,11 @@ class Runner:
         starts: Sequence[int],
         sequences: Sequence[Sequenced],
         there: torch.Tensor | None = None,
+        *,
+        each: bool = False,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences, whose KV is in place, in one pass of the lean decoder. Return the
-        logits after each sequence's last token, `[len(tokens), vocab]`.
+        logits after each sequence's last token, `[len(tokens), vocab]`; with `each`, after all tokens in order.
 
         Each row equals what `step` computes for those tokens alone. Sequences with an adapter run in a pass of their
         own, those of one adapter side by side. `there`: see `step`; no sequence then has an adapter.
@@ -216,15 +222,15 @@ class Runner:
         if lean is None or self.model.training:
             raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
         with self.lock, self._room(), torch.inference_mode():
+            wanted = _all if each else _last
             if all(sequence.lora is None for sequence in sequences):
-                return lean.step(tokens, starts, sequences, _last(tokens), there=there)
-            passes = _passes(sequences)
-            each = [
-                lean.step(some, [starts[i] for i in which], [sequences[i] for i in which], _last(some))
-                for which in passes
-                if (some := [tokens[i] for i in which])
-            ]
-            return torch.cat(each)[np.argsort([i for which in passes for i in which])]
+                return lean.step(tokens, starts, sequences, wanted(tokens), there=there)
+            found: dict[int, torch.Tensor] = {}
+            for which in filter(None, _passes(sequences)):
+                some = [tokens[i] for i in which]
+                logits = lean.step(some, [starts[i] for i in which], [sequences[i] for i in which], wanted(some))
+                found |= zip(which, logits.split([len(part) if each else 1 for part in some]), strict=True)
+            return torch.cat([found[i] for i in range(len(tokens))])
 
     def _room(self) -> AbstractContextManager[None]:
         """Say what is to be done if a device has no memory for a step."""

@@ -81,6 +81,8 @@ class Metrics:
             "keepwarm_slow_rewrites", "Requests for which a rule took too long", ["rule"], registry=registry
         )
         self.generated = Counter("keepwarm_generated_tokens", "Tokens of answers", registry=registry)
+        self.drafted = Counter("keepwarm_drafted_tokens", "Tokens computed as drafts of answers", registry=registry)
+        self.accepted = Counter("keepwarm_accepted_tokens", "Drafted tokens that answers got", registry=registry)
         self.ttft = Histogram(
             "keepwarm_time_to_first_token_seconds",
             "From the request's compilation to its first token",
@@ -141,6 +143,8 @@ class Metrics:
         self.reused.labels(result.exactness).inc(result.cached_tokens)
         self.computed.inc(result.prompt_tokens - result.cached_tokens)
         self.generated.inc(len(result.token_ids))
+        self.drafted.inc(result.drafted_tokens)
+        self.accepted.inc(result.accepted_tokens)
         cause = misses.reason(result)
         if cause != "none":
             self.misses.labels(cause).inc()
