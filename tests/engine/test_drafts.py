@@ -17,6 +17,7 @@ from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
 from keepwarm.errors import ConfigError
+from keepwarm.pipeline import answering
 
 pytestmark = pytest.mark.host_memory("drafts are the lean decoder's")
 
@@ -126,6 +127,47 @@ def test_a_client_that_leaves_within_a_draft(engines: tuple[Engine, Engine]) -> 
         stream.close()
         more = [*prompt, *(token for token in tokens if token is not None), 7]
         same(plain.generate(more, **given), drafting.generate(more, **given))
+
+
+@pytest.mark.parametrize("where", ["arena", "ram", "disk", "restart"])
+def test_an_answer_given_before_is_drafted_whole(tokenizer: Any, tmp_path: Path, where: str) -> None:
+    """Wherever it is kept; and a tenant's is drafted for that tenant alone."""
+    pair = (tiny("llama"), tokenizer)
+    given: dict[str, Any] = {"max_new_tokens": 60, "trace": True, "ignore_eos": True, "temperature": 1.5, "seed": 1}
+    prompt = ids(45, 3)
+    with Engine.from_pretrained(pair, store=tmp_path) as engine:
+        first = engine.generate(prompt, **given)
+        engine.flush()
+        if where in ("ram", "disk"):
+            engine.pipeline.pool.forget()
+        if where == "disk":
+            engine.pipeline.archive.clear_ram()
+        if where != "restart":
+            again = engine.generate(prompt, **given)
+            other = engine.generate(prompt, **given, salt="another tenant")
+    if where == "restart":
+        with Engine.from_pretrained(pair, store=tmp_path) as engine:
+            again = engine.generate(prompt, **given)
+            other = engine.generate(prompt, **given, salt="another tenant")
+    same(first, again)
+    assert again.accepted_tokens > 40
+    assert other.accepted_tokens <= first.accepted_tokens + 3
+
+
+def test_a_store_that_cannot_be_asked_fails_no_answer(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise OSError("no")
+
+    given: dict[str, Any] = {"max_new_tokens": NEW, "trace": True, "ignore_eos": True, "logit_bias": TWO}
+    prompt = repetitive([2, 2, 0, 2])
+    plain = engines[0].generate(prompt, **given)
+    monkeypatch.setattr(answering, "recalled", failing)
+    same(plain, engines[1].generate(prompt, **given))
+    with Batcher(engines[1]) as batcher:
+        same(plain, batcher.submit([*prompt], **given).result(120))
+    assert "cannot be looked up" in caplog.text
 
 
 def test_json_that_a_grammar_allows(engines: tuple[Engine, Engine]) -> None:

@@ -220,11 +220,13 @@ def drafts() -> str:
     rows = []
     for each in records("drafts.jsonl"):
         accepted = f"{each['accepted']} of {each['drafted']}"
-        times = (ms(each["drafts_ms"]), ms(each["without_ms"]), ms(each["llamacpp_ms"]) if "llamacpp" in each else "")
+        times = [ms(each[name]) for name in ("drafts_ms", "without_ms", "again_ms", "llamacpp_ms") if name in each]
+        times += [""] * (4 - len(times))
         beside = ratio(each["llamacpp"]) if "llamacpp" in each else ""
-        rows.append((each["model"], each["request"], accepted, *times, ratio(each), beside))
-    head = ("with drafts, ms", "without, ms", "llama.cpp, ms", "times sooner than without", "than llama.cpp")
-    return table(("model", "request", "drafted tokens accepted", *head), rows)
+        rows.append((each["model"], each["request"], accepted, *times, ratio(each), ratio(each["again"]), beside))
+    head = ("with drafts, ms", "without, ms", "asked again, ms", "llama.cpp, ms")
+    sooner = ("times sooner than without", "asked again", "than llama.cpp")
+    return table(("model", "request", "drafts accepted", *head, *sooner), rows)
 
 
 def field() -> str:

@@ -14,7 +14,7 @@ from keepwarm.batching.ahead import Ahead, begun_ahead, chosen_there, run_togeth
 from keepwarm.batching.request import Running
 from keepwarm.batching.turns import Turns
 from keepwarm.core.blocks import token_ids
-from keepwarm.core.drafts import Draft, drafts
+from keepwarm.core.drafts import Draft, Pace
 from keepwarm.core.results import Piece
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.pages import PagedSequence
@@ -39,6 +39,7 @@ class Decoding:
         self._under_way, self._turns = under_way, turns
         self._guarding, self._grow, self._fail_all = guarding, grow, fail_all
         self._ahead: Ahead | None = None
+        self._pace = Pace(pipeline.step_costs)
         self._stepped: Sequence[Running] = ()  # the requests of the last step
 
     def drop(self) -> None:
@@ -68,8 +69,9 @@ class Decoding:
             positions = [job.last[1] for job in jobs]
             try:
                 if jobs:
+                    began = time.perf_counter()
                     rows = run_together(self._runner, self._pipeline.pool, jobs, positions, drafted)
-                    self._pipeline.step_costs.took(len(jobs), len(rows), time.perf_counter() - started)
+                    self._pace.took(len(jobs), len(rows), time.perf_counter() - began)
             except Exception as error:
                 self._fail_all(jobs, error)
                 return False
@@ -79,9 +81,9 @@ class Decoding:
         """Draft tokens of the requests that run in one step, and make room for them. Return those that have room."""
         if together != self._stepped:
             self._stepped = together
-            self._pipeline.step_costs.begin()
+            self._pace.begin()
         jobs, drafted = [], []
-        found = drafts([job.answer.drafter for job in together], self._pipeline.step_costs)
+        found = self._pace.drafts([job.answer.drafter for job in together])
         for job, draft in zip(together, found, strict=True):
             with self._guarding(job):
                 if job.room.sequence is not None:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from functools import partial
 
+from keepwarm.core.blocks import TokenIds, common_length, token_ids
 from keepwarm.core.drafts import Drafter
-from keepwarm.core.ports import Tokenizer
+from keepwarm.core.ports import BlockIndex, Tokenizer
+from keepwarm.core.spans import Reuse
+from keepwarm.linker.recall import recalled
+from keepwarm.pipeline.placed import Placed
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream
 
+log = logging.getLogger(__name__)
+
 
 def new_answer(
-    prepared: Prepared, opened: Opened, runner: Runner, tokenizer: Tokenizer, ends: frozenset[int], draft_tokens: int
+    prepared: Prepared,
+    opened: Opened,
+    runner: Runner,
+    tokenizer: Tokenizer,
+    ends: frozenset[int],
+    draft_tokens: int,
+    index: BlockIndex,
 ) -> Answer:
     """Return a request's answer, which is empty so far. `ends` are the tokens that end it. At most `draft_tokens`
-    tokens are drafted for a step; none where rows are not invariant, or where a state has no way back."""
+    tokens are drafted for a step; none where rows are not invariant, or where a state has no way back. `index` knows
+    what is stored."""
     decoding, tokens = prepared.decoding, prepared.compiled.tokens
-    takes_back = opened.placed is not None and not opened.placed.arena.states
-    has_drafts = draft_tokens > 0 and takes_back and runner.is_invariant and runner.port.is_host
+    can_draft = draft_tokens > 0 and runner.is_invariant and runner.port.is_host
     return Answer(
         Sampler(decoding, tokens, runner.port, prepared.constraint, ends),
         TextStream(tokenizer, decoding.stop_strings, decoding.min_tokens),
@@ -31,5 +45,26 @@ def new_answer(
         prepared.parse,
         as_generated=prepared.compiled.match.as_generated,
         on_result=prepared.on_result,
-        drafter=Drafter(tokens, decoding.max_new_tokens, draft_tokens) if has_drafts else None,
+        drafter=_drafter(prepared, opened.placed, draft_tokens, index) if can_draft and opened.placed else None,
     )
+
+
+def _drafter(prepared: Prepared, placed: Placed, draft_tokens: int, index: BlockIndex) -> Drafter | None:
+    """Return what drafts an answer's tokens: from the prompt, the answer, and, if the request may reuse anything, what
+    followed the same prompt before."""
+    if placed.arena.states:
+        return None
+    recall = (lambda most: token_ids([])) if prepared.reuse is Reuse.OFF else partial(_followed, placed, index)
+    return Drafter(prepared.compiled.tokens, prepared.decoding.max_new_tokens, draft_tokens, recall)
+
+
+def _followed(placed: Placed, index: BlockIndex, most: int) -> TokenIds:
+    """Return at most `most` tokens that followed the prompt before, in an arena or in the store."""
+    prompt, beside = placed.linked.prompt.tokens, placed.beside
+    if beside is not None and len(beside) > len(prompt) and common_length(beside, prompt) == len(prompt):
+        return beside[len(prompt) : len(prompt) + most]
+    try:
+        return recalled(prompt, placed.linked.names, index, most)
+    except Exception:  # no answer may fail for want of a hint
+        log.exception("what followed a prompt cannot be looked up")
+        return token_ids([])

@@ -263,7 +263,8 @@ class Pipeline:
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(prepared.compiled.tokens), opened.by_tier)
         ends = prepared.decoding.ends(self.stop_tokens)
-        return new_answer(prepared, opened, self.model.runner, self.tokenizer, ends, self.config.draft_tokens)
+        drafted = self.config.draft_tokens
+        return new_answer(prepared, opened, self.model.runner, self.tokenizer, ends, drafted, self.archive)
 
     def linked_for(self, prepared: Prepared) -> Linked | None:
         """Return the request's prompt, linked for its reuse mode; None when it runs uncached."""

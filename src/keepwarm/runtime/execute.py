@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.cost import Costs
-from keepwarm.core.drafts import Draft, Drafter, StepCosts, drafts
+from keepwarm.core.drafts import Draft, Drafter, Pace, StepCosts
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Miss, Piece, TokenLogprob
@@ -259,8 +259,7 @@ def _with_drafts(
     costs: StepCosts,
 ) -> Generator[Piece, None, None]:
     """Do what `decode` does, with drafted tokens in the steps. The KV of those that were wrong is forgotten."""
-    arena, rows, draft = cache.arena, logits[None], Draft()
-    costs.begin()
+    arena, rows, draft, pace = cache.arena, logits[None], Draft(), Pace(costs)
     try:
         while True:
             yield from answer.take_each(rows, draft)
@@ -268,10 +267,10 @@ def _with_drafts(
                 return
             at = position + len(answer.token_ids) - 1
             arena.advance(at)
-            (draft,) = drafts([drafter], costs)
+            (draft,) = pace.drafts([drafter if runner.is_invariant else None])
             began = time.perf_counter()
             rows = runner.step_each(token_ids([answer.token_ids[-1], *draft.tokens]), cache, at)
-            costs.took(1, len(rows), time.perf_counter() - began)
+            pace.took(1, len(rows), time.perf_counter() - began)
     finally:
         arena.advance(min(arena.length, position + max(0, len(answer.token_ids) - 1)))
 
