@@ -267,12 +267,12 @@ STEPS = (
     Step(
         "drafts",
         (
-            "{python} benchmarks/drafts.py {models}/qwen2.5-1.5b.gguf {models}/qwen2.5-0.5b.gguf {demo} --rounds 3"
+            "{python} benchmarks/drafts.py {models}/qwen2.5-1.5b.gguf {demo} --rounds 3"
             " --peer {llamacpp} --out {out}/drafts.jsonl",
         ),
         ("drafts.jsonl",),
         3,
-        ("peer llamacpp", "model qwen2.5-0.5b.gguf", "model qwen2.5-1.5b.gguf"),
+        ("peer llamacpp", "model qwen2.5-1.5b.gguf"),
         "--rounds 1 --new 8",
     ),
     Step(
