@@ -154,6 +154,21 @@ def test_an_answer_given_before_is_drafted_whole(tokenizer: Any, tmp_path: Path,
     assert other.accepted_tokens <= first.accepted_tokens + 3
 
 
+def test_a_prediction_is_drafted_and_changes_nothing(engines: tuple[Engine, Engine]) -> None:
+    plain, drafting = engines
+    given: dict[str, Any] = {"max_new_tokens": 40, "trace": True, "ignore_eos": True, "temperature": 1.5, "seed": 8}
+    prompt = ids(31, 17)
+    before = plain.generate(prompt, **given)
+    for prediction in (before.text, "something else entirely", ""):
+        same(before, drafting.generate(prompt, **given, prediction=prediction, reuse="off"))
+    text = "one two three four five six seven eight nine ten eleven twelve"
+    tokens = drafting.pipeline.tokenizer.encode(text, add_special_tokens=False)[0]
+    forced: dict[str, Any] = {"logit_bias": {tokens[0]: 100.0}, "max_new_tokens": 2, "prediction": text}
+    assert drafting.generate(prompt, **forced).token_ids == plain.generate(prompt, **forced).token_ids
+    with pytest.raises(ConfigError, match="prediction must be a text"):
+        drafting.generate(prompt, prediction=["a"])  # type: ignore[arg-type]
+
+
 def test_a_store_that_cannot_be_asked_fails_no_answer(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,7 +34,10 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
+    str | None,
+    typer.Option(
+        "--dtype", help="float32, bfloat16 or float16 (a GGUF file takes no float16); chosen by device when left out."
+    ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu; the first present when left out.")]
 

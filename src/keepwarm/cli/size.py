@@ -229,11 +229,11 @@ def _why(config: Mapping[str, Any], geometry: KVGeometry, cancels: bool, tokens:
             f"of a windowed layer a step of {SCHEDULED_STEP:,} tokens keeps what is attended to from its end on"
         )
     if stateful:
-        parts.append(f"{stateful} layers have a recurrent state and keep no KV")
+        parts.append(f"{output.counted(stateful, 'layer')} with a recurrent state and no KV")
     if hybrid:
-        parts.append(f"{hybrid} layers keep a recurrent state beside their KV")
+        parts.append(f"{output.counted(hybrid, 'layer')} with a recurrent state beside KV")
     if none:
-        parts.append(f"{none} layers keep nothing")
+        parts.append(f"{output.counted(none, 'layer')} without either")
     if "indexed" in kinds:
         parts.append("index keys are a third tensor per token")
     if not parts:

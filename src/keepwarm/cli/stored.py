@@ -118,7 +118,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         if name == "geometry":
             geometry = KVGeometry.from_description(item)
             size = "in all" if geometry.is_state else f"per token in {geometry.dtype}"
-            text = f"{len(geometry.layers)} layers, {geometry.bytes_per_token:,} bytes {size}"
+            text = f"{output.counted(len(geometry.layers), 'layer')}, {geometry.bytes_per_token:,} bytes {size}"
         elif isinstance(item, Mapping):
             yield from _flat(item, f"{prefix}{name}.")
             continue

@@ -66,6 +66,7 @@ class GenerateArgs(PromptArgs, total=False):
     response_schema: Mapping[str, Any] | None
     logprobs: int | None
     repair: str | None
+    prediction: str | None
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,9 @@ class Decoding:
 
     `logprobs` asks for the log-probability of each token and of this number of likeliest tokens, from the model's own
     logits: before constraints, penalties and temperature.
+
+    `prediction` is a text that the answer will mostly repeat, such as a file to be edited. Its tokens are drafted: this
+    changes how long the answer takes, and not the answer. Nothing is then drafted from earlier answers.
     """
 
     max_new_tokens: int = 64
@@ -180,6 +184,7 @@ class Decoding:
     response_schema: Mapping[str, Any] | None = None
     logprobs: int | None = None
     repair: str | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -210,6 +215,8 @@ class Decoding:
         drawn = ("top_p", "top_k", "min_p", "seed")
         if self.temperature == 0 and (given := [name for name in drawn if getattr(self, name) is not None]):
             raise ConfigError(f"{', '.join(given)} need temperature > 0; at temperature 0 decoding is greedy")
+        if not isinstance(self.prediction, str | None):
+            raise ConfigError(f"prediction must be a text, got {type(self.prediction).__name__}")
         self._check_tokens()
         self._check_constraint()
         if self.logprobs is not None and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from functools import partial
+from itertools import takewhile
 
 from keepwarm.core.blocks import TokenIds, common_length, token_ids
 from keepwarm.core.drafts import Drafter
@@ -33,7 +34,10 @@ def new_answer(
     tokens are drafted for a step; none where rows are not invariant, or where a state has no way back. `index` knows
     what is stored."""
     decoding, tokens = prepared.decoding, prepared.compiled.tokens
-    can_draft = draft_tokens > 0 and runner.is_invariant and runner.port.is_host
+    drafter, placed = None, opened.placed
+    if draft_tokens > 0 and runner.is_invariant and runner.port.is_host and placed and not placed.arena.states:
+        followed = partial(_followed, prepared, placed, tokenizer, runner.vocabulary, index)
+        drafter = Drafter(tokens, decoding.max_new_tokens, draft_tokens, followed)
     return Answer(
         Sampler(decoding, tokens, runner.port, prepared.constraint, ends),
         TextStream(tokenizer, decoding.stop_strings, decoding.min_tokens),
@@ -45,22 +49,21 @@ def new_answer(
         prepared.parse,
         as_generated=prepared.compiled.match.as_generated,
         on_result=prepared.on_result,
-        drafter=_drafter(prepared, opened.placed, draft_tokens, index) if can_draft and opened.placed else None,
+        drafter=drafter,
     )
 
 
-def _drafter(prepared: Prepared, placed: Placed, draft_tokens: int, index: BlockIndex) -> Drafter | None:
-    """Return what drafts an answer's tokens: from the prompt, the answer, and, if the request may reuse anything, what
-    followed the same prompt before."""
-    if placed.arena.states:
-        return None
-    recall = (lambda most: token_ids([])) if prepared.reuse is Reuse.OFF else partial(_followed, placed, index)
-    return Drafter(prepared.compiled.tokens, prepared.decoding.max_new_tokens, draft_tokens, recall)
-
-
-def _followed(placed: Placed, index: BlockIndex, most: int) -> TokenIds:
-    """Return at most `most` tokens that followed the prompt before, in an arena or in the store."""
-    prompt, beside = placed.linked.prompt.tokens, placed.beside
+def _followed(
+    prepared: Prepared, placed: Placed, tokenizer: Tokenizer, vocabulary: int, index: BlockIndex, most: int
+) -> TokenIds:
+    """Return at most `most` tokens of what the answer will perhaps be: of the request's prediction, or else, if it may
+    reuse anything, of what followed the prompt before, in an arena or in the store."""
+    prompt, beside, predicted = prepared.compiled.tokens, placed.beside, prepared.decoding.prediction
+    if predicted is not None:
+        ids = tokenizer.encode(predicted, add_special_tokens=False)[0][:most]
+        return token_ids([*takewhile(vocabulary.__gt__, ids)])  # a tokenizer may have ids that the model lacks
+    if prepared.reuse is Reuse.OFF:
+        return token_ids([])
     if beside is not None and len(beside) > len(prompt) and common_length(beside, prompt) == len(prompt):
         return beside[len(prompt) : len(prompt) + most]
     try:

@@ -45,6 +45,20 @@ def test_a_chat_and_its_stream_say_the_same(client: Any) -> None:
     assert chunks[-2].keepwarm["exactness"] == "exact"
 
 
+def test_a_prediction(client: Any) -> None:
+    """It changes nothing of the answer, and the usage tells how much of it was right."""
+    plain = client.chat.completions.create(**ASKED | {"max_tokens": 40})
+    said = plain.choices[0].message.content
+    assert plain.usage.completion_tokens_details is None
+    for content in (said, [{"type": "text", "text": said}], "A text that is nothing like it."):
+        asked = ASKED | {"max_tokens": 40, "prediction": {"type": "content", "content": content}}
+        found = client.chat.completions.create(**asked)
+        assert found.choices[0].message.content == said
+        assert found.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+        *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        assert last.usage.completion_tokens_details.rejected_prediction_tokens >= 0
+
+
 def test_a_reply_goes_back_as_it_came(client: Any) -> None:
     first = client.chat.completions.create(**ASKED)
     more = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And of Spain?"}]

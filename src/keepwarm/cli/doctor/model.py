@@ -97,7 +97,7 @@ def _geometry(config: Mapping[str, Any], settings: EngineConfig) -> str:
     geometry = geometry_of(config, dtype)
     kv = f"{output.in_bytes(geometry.bytes_per_token)} of KV per token in {geometry.dtype}"
     states = stateful_layers(config)
-    return f"{kv}, {states} layers with recurrent state" if states else kv
+    return f"{kv}, {output.counted(states, 'layer')} with recurrent state" if states else kv
 
 
 def loaded(name: str, dtype: str | None, device: str | None) -> Finding:

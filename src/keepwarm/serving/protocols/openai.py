@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers, usage_of
 from keepwarm.serving.events import HEARTBEAT, disconnected, event
 from keepwarm.serving.generation import (
@@ -101,6 +102,15 @@ async def chat(
     return JSONResponse(_chat_response(about, answers, body))
 
 
+def _usage(results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
+    """Return the usage; of a request with a prediction with its drafted tokens, whatever they were drafted from."""
+    if body.prediction is None:
+        return usage_of(results)
+    drafted, accepted = (sum(getattr(each, f"{name}_tokens") for each in results) for name in ("drafted", "accepted"))
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return usage_of(results) | {"completion_tokens_details": details}
+
+
 def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
     """Return the arguments of `Engine.generate`. Raises ApiError for what does not fit together."""
     messages = [_message(message) for message in body.messages]
@@ -130,6 +140,9 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
             arguments["response_schema"] = {}
         case shapes.SchemaFormat():
             arguments["response_schema"] = body.response_format.json_schema.json_schema or {}
+    if body.prediction is not None:
+        content = body.prediction.content
+        arguments["prediction"] = content if isinstance(content, str) else "".join(part.text for part in content)
     if body.logprobs:
         arguments["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -198,7 +211,7 @@ def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> 
     return {
         **about.head("chat.completion"),
         "choices": choices,
-        "usage": usage_of(results),
+        "usage": _usage(results, body),
         "keepwarm": described(results[0], answers.each[0]),
         **about.diagnosed(results[0], answers.each[0]),
     }
@@ -244,7 +257,7 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
         finish = "tool_calls" if calls else result.finish_reason
         yield chunk(answer.index, {}, finish, keepwarm=described(result, answer), **more)
     if usage:
-        yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers.results)})
+        yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": _usage(answers.results, body)})
     yield event("[DONE]")
 
 

@@ -212,6 +212,11 @@ class _Completing(Choosing):
     store: bool | None = Field(None, description="changes nothing: no answer can be fetched later")
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(_Completing, Conversing):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -222,6 +227,7 @@ class ChatRequest(_Completing, Conversing):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
+    prediction: Prediction | None = Field(None, description="what the answer will mostly repeat: it comes sooner")
     reasoning_effort: str | None = Field(
         None, max_length=64, description="given to the chat template, if that reads it"
     )
@@ -264,11 +270,17 @@ class PromptTokensDetails(Shown):
     cache_write_tokens: int
 
 
+class CompletionTokensDetails(Shown):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Shown):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CallShown(Shown):
