@@ -25,6 +25,7 @@ PYTHON = (  # pages whose Python runs here; RUN_BY has the others
     "howto/documents.md",
     "howto/attach.md",
     "howto/why-it-missed.md",
+    "kernels.md",
 )
 README_BYTES = 6000
 

@@ -200,8 +200,9 @@ class EngineConfig(BaseModel):
         ge=0,
         le=DRAFT_TOKENS,
         description="most tokens that are drafted for a step of an answer: those that followed the same tokens earlier "
-        "in prompt and answer, or the same prompt before. The answer has the same bits with any number. Models on the "
-        "compiled kernels for the processor have drafts, unless a layer has a recurrent state",
+        "in prompt and answer, or the same prompt before. The number does not change the answer, to the bit. Models on "
+        "the compiled kernels for the processor have drafts, unless a layer has a recurrent state; batches of more "
+        "than eight answers have none",
     )
     store_ttl: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is evicted first"

@@ -170,3 +170,12 @@ def test_an_answer_with_little_room_is_not_drafted_beyond_it() -> None:
     assert drafter.draft().tokens == (5,)
     drafter.add(5)
     assert drafter.draft().tokens == ()
+
+
+def test_of_equal_matches_the_earlier_answer_is_drafted() -> None:
+    prompt = [*range(10, 18), 1, *range(10, 18), 2, *range(50, 58)]
+    drafter = Drafter(token_ids(prompt), 30, 7, lambda most: token_ids([*range(10, 18), 3, 4, 5, 6]))
+    for token in range(10, 18):
+        drafter.add(token)
+        found = drafter.draft()
+    assert found == Draft((3, 4, 5, 6, *range(10, 13)), 8)

@@ -13,6 +13,7 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.explain import ended, print_explanation
+from keepwarm.cli.generate import drafted
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
 from keepwarm.cli.request import refuse_call
 from keepwarm.errors import ConfigError, KeepwarmError
@@ -112,7 +113,8 @@ class _Chat:
         output.note(
             f"[{result.prompt_tokens:,} prompt tokens, {result.cached_tokens:,} cached ({result.kv_reuse_ratio:.0%}: "
             f"{output.in_tiers(result.cached_by_tier)}), {computed:,} computed | first token after "
-            f"{output.in_ms(result.ttft_ms)} | {len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s | "
+            f"{output.in_ms(result.ttft_ms)} | {len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s"
+            f"{drafted(result)} | "
             f"{result.exactness}]"
         )
         output.note(f"[{ended(result.miss, result.prompt_tokens - result.cached_tokens)}]")

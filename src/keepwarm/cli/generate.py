@@ -86,9 +86,14 @@ def summary(result: Generation) -> str:
     return (
         f"[{result.prompt_tokens:,} prompt tokens, cached: {output.in_tiers(result.cached_by_tier)} | "
         f"first token after {output.in_ms(result.ttft_ms)} | "
-        f"{len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s, {result.finish_reason} | "
+        f"{len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s{drafted(result)}, {result.finish_reason} | "
         f"{result.exactness}]"
     )
+
+
+def drafted(result: Generation) -> str:
+    """How many drafted tokens were right, behind a comma; nothing if there were none."""
+    return f", {result.accepted_tokens:,} of them drafted" if result.accepted_tokens else ""
 
 
 @grouped

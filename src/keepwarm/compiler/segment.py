@@ -138,7 +138,9 @@ def _only(request: Request, name: str) -> None:
 def _checked_ids(ids: Sequence[int]) -> TokenIds:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise PromptError(f"prompt must be a text or a flat list of token ids, got {type(ids).__name__}")
+        first: object = ids[0] if len(ids) else None
+        hint = "; give messages as messages=" if isinstance(first, dict) else ""
+        raise PromptError(f"prompt must be a text or a flat list of token ids, got {type(ids).__name__}{hint}")
     if not array.size:
         raise EmptyPrompt("the prompt has no tokens; pass some text or token ids")
     if array.min() < 0:

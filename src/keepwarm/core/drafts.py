@@ -57,6 +57,7 @@ class Drafter:
         self._length = len(prompt)
         self._most = most
         self._recall: Callable[[int], TokenIds] | None = recall
+        self._before = 0  # tokens at the beginning that followed the prompt before, less the last one
         self._seen = [_LIKELY_WEIGHT] * len(_LIKELY)
         self._right = [_LIKELY_WEIGHT * likely for likely in _LIKELY]
         self.drafted = 0  # tokens
@@ -68,8 +69,9 @@ class Drafter:
         self._length += 1
 
     def draft(self) -> Draft:
-        """Return what stands behind the longest match of the last tokens, the latest if there are several. A match that
-        reaches to the end repeats. With its draft and one more token, the answer is not longer than it may be."""
+        """Return what stands behind the longest match of the last tokens. Of several, one in what followed the prompt
+        before comes first, then the latest. A match that reaches to the end repeats. With its draft and one more token,
+        the answer is not longer than it may be."""
         if self._recall is not None:
             self._remember(self._recall)
         known = self._tokens[: self._length]
@@ -77,7 +79,8 @@ class Drafter:
         found = np.flatnonzero(known[:-1] == known[-1]) if most > 0 else known[:0]
         matched = begin = 0
         while matched < _LONGEST and len(found):
-            matched, begin = matched + 1, int(found[-1]) + 1
+            matched, before = matched + 1, int(np.searchsorted(found, self._before))
+            begin = int(found[before - 1 if before else -1]) + 1
             found = found[found >= matched]
             found = found[known[found - matched] == known[len(known) - 1 - matched]]
         period = self._length - begin
@@ -92,6 +95,7 @@ class Drafter:
             earlier = np.concatenate([self._tokens[max(0, end - _LONGEST) : end], before.astype(np.int32)])
             self._tokens = np.concatenate([earlier, self._tokens])
             self._length += len(earlier)
+            self._before = len(earlier) - 1
 
     def likely(self, draft: Draft) -> float:
         """Return how likely each of a draft's tokens is right if those before it are."""

@@ -286,6 +286,8 @@ def answered(result: Generation, answers: Answers) -> dict[str, Any]:
         "ttft_ms": result.ttft_ms,
         "total_ms": result.total_ms,
         "tokens_per_sec": result.tokens_per_sec,
+        "drafted_tokens": result.drafted_tokens,
+        "accepted_tokens": result.accepted_tokens,
         "timings": result.timings,
         "uncached_reason": result.uncached_reason,
         "miss": misses.shown(result.miss),

@@ -109,6 +109,8 @@ class Answered(Shown):
     ttft_ms: float
     total_ms: float
     tokens_per_sec: float
+    drafted_tokens: int = Field(description="computed in the hope that they would be the answer's")
+    accepted_tokens: int = Field(description="of them: those that were")
     timings: dict[str, float]
     uncached_reason: str
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
