@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.helpers import away
 from tests.helpers.models import tiny
 from tests.helpers.prompts import ids
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TopPLogitsWarper
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Decoding
 from keepwarm.runtime import device
-from keepwarm.runtime.sampling import Sampler, fetched
+from keepwarm.runtime.sampling import Nucleus, Sampler, fetched
 from keepwarm.testing.device import AdversarialPort
 
 CHOICES: list[dict[str, Any]] = [
@@ -54,6 +57,29 @@ def test_a_token_without_a_share_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -
     row = torch.randn(300, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(Decoding(temperature=1.0, seed=1, top_k=1), token_ids(ids(30, 1)), AdversarialPort())
     assert fetched([sampler.choose(row)])[0].token == row.argmax()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    top_p=st.one_of(st.floats(0.001, 0.9999), st.sampled_from([0.5, 0.95, 1.0])),
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 3000),
+    width=st.sampled_from([0.0, 0.1, 1.0, 6.0]),
+)
+def test_the_nucleus_is_that_of_transformers(top_p: float, seed: int, count: int, width: float) -> None:
+    """But for tokens at its edge, where sums of float32 are rounded, and among equal ones."""
+    scores = torch.randn(1, count, generator=torch.Generator().manual_seed(seed)) * width
+    scores[0, :: 1 + seed % 7] = -torch.inf
+    scores[0, -1] = 0.5
+    none = torch.zeros((1, 0), dtype=torch.int64)
+    ours, theirs = Nucleus(top_p)(none, scores), TopPLogitsWarper(top_p)(none, scores)  # type: ignore[arg-type]
+    shares = scores.double().softmax(-1)
+    assert float(shares[ours > -torch.inf].sum()) >= min(top_p, 1) - 1e-5
+    mine, other = (shares[found > -torch.inf].sort(descending=True).values for found in (ours, theirs))
+    edge = float(mine[-1])
+    assert abs(float(mine.sum() - other.sum())) <= edge + 1e-5
+    assert torch.allclose(mine[: len(other)], other[: len(mine)])
+    assert torch.equal(ours[ours > -torch.inf], scores[ours > -torch.inf])
 
 
 class CountingPort(AdversarialPort):

@@ -62,6 +62,26 @@ class NotYet(LogitsProcessor):
         return scores.index_fill(1, self._ends, -torch.inf) if input_ids.shape[1] < self._length else scores
 
 
+class Nucleus(LogitsProcessor):
+    """Keeps the likeliest tokens that have `top_p` of the probability together, as transformers' `TopPLogitsWarper`
+    does, on the host. It sorts only tokens that may be kept: to sort a vocabulary may take longer than to compute a
+    token."""
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p = top_p
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        shares = scores[0].softmax(dim=-1)
+        # Tokens below this mean have less than 1 - top_p together, so none of them is kept.
+        (some,) = torch.where(shares >= (1 - self._top_p) / len(shares))
+        if not len(some):  # the shares are no numbers
+            return scores
+        order = some[shares[some].sort(descending=True, stable=True).indices]
+        sums = shares[order].double().cumsum(dim=-1)
+        kept = order[: 1 + int((sums < self._top_p).sum())]
+        return torch.full_like(scores, -torch.inf).index_copy_(1, kept, scores[:, kept])
+
+
 _NONE = -1  # instead of a token that could not be drawn
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -113,7 +133,7 @@ class Sampler:
             if params.top_k is not None:
                 self._processors.append(TopKLogitsWarper(params.top_k))
             if params.top_p is not None:
-                self._processors.append(TopPLogitsWarper(params.top_p))
+                self._processors.append((Nucleus if port.is_host else TopPLogitsWarper)(params.top_p))
             if params.min_p:
                 self._processors.append(MinPLogitsWarper(params.min_p))
         # only processors read the ids generated so far
