@@ -130,8 +130,6 @@ def test_times_of_other_sequences_are_not_compared() -> None:
     costs = StepCosts()
     pace = paced(costs, sequences=2)
     pace.took(1, 4, 1.0)
-    pace.begin()
-    pace.took(2, 4, 1.0)
     assert costs.costs == StepCosts().costs
 
 
@@ -161,7 +159,7 @@ def test_an_answer_given_before_is_drafted_from_its_first_token() -> None:
     for token in (8, 9, 10, 99, 12):
         drafter.add(token)
     assert drafter.draft().tokens[:2] == (13, 14)  # it goes on behind a token that is another one
-    assert asked == [19]
+    assert asked == [20]
 
 
 def test_an_answer_with_little_room_is_not_drafted_beyond_it() -> None:
@@ -170,6 +168,23 @@ def test_an_answer_with_little_room_is_not_drafted_beyond_it() -> None:
     assert drafter.draft().tokens == (5,)
     drafter.add(5)
     assert drafter.draft().tokens == ()
+
+
+def test_what_followed_before_is_remembered_late() -> None:
+    drafter = Drafter(token_ids(range(100, 130)), 20, 7, lambda most: token_ids(range(7, 7 + most)))
+    for token in (7, 8, 9):
+        drafter.add(token)
+    assert drafter.draft() == Draft((10, 11, 12, 13, 14, 15, 16), 8)
+
+
+def test_answers_that_take_turns_are_drafted() -> None:
+    pace, drafted = Pace(StepCosts()), 0
+    answers = [repeating(), repeating()]
+    for number in range(40):
+        (draft,) = pace.drafts([answers[number % 2]])
+        drafted += len(draft.tokens)
+        pace.took(1, 1 + len(draft.tokens), 0.010)
+    assert drafted > 100
 
 
 def test_of_equal_matches_the_earlier_answer_is_drafted() -> None:

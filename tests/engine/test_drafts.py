@@ -154,6 +154,38 @@ def test_an_answer_given_before_is_drafted_whole(tokenizer: Any, tmp_path: Path,
     assert other.accepted_tokens <= first.accepted_tokens + 3
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("length", [40, 64, 70, 96, 100])
+def test_prompts_that_part_in_their_last_page(tokenizer: Any, tmp_path: Path, length: int, codec: Any) -> None:
+    """Each is drafted its own answer from the store, wherever its page begins and whatever lies beside it."""
+    given: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.5, "seed": 2}
+    stored: dict[str, Any] = {} if codec == "raw" else {"kv_codec": codec, "reuse": "prefix"}
+    head = ids(length - 8, 5)
+    prompts = [[*head, *ids(2, 20 + number), *ids(6, 6)] for number in range(3)]
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, **stored) as engine:
+        first = [engine.generate(prompt, **given) for prompt in prompts]
+        engine.flush()
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, **stored) as engine:
+        for prompt, before in zip(prompts, first, strict=True):
+            again = engine.generate(prompt, **given)
+            if codec == "raw":
+                assert again.token_ids == before.token_ids
+            if again.token_ids == before.token_ids:
+                assert again.accepted_tokens > 20
+
+
+def test_a_public_header_and_a_salt(tokenizer: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.5, "seed": 3, "salt": "tenant"}
+    prompt = ids(77, 8)
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path) as engine:
+        first = engine.generate(prompt, **given)
+        engine.flush()
+        engine.pipeline.pool.forget()
+        again = engine.generate(prompt, **given)
+    same(first, again)
+    assert again.accepted_tokens > 20
+
+
 def test_a_prediction_is_drafted_and_changes_nothing(engines: tuple[Engine, Engine]) -> None:
     plain, drafting = engines
     given: dict[str, Any] = {"max_new_tokens": 40, "trace": True, "ignore_eos": True, "temperature": 1.5, "seed": 8}
@@ -167,6 +199,10 @@ def test_a_prediction_is_drafted_and_changes_nothing(engines: tuple[Engine, Engi
     assert drafting.generate(prompt, **forced).token_ids == plain.generate(prompt, **forced).token_ids
     with pytest.raises(ConfigError, match="prediction must be a text"):
         drafting.generate(prompt, prediction=["a"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="surrogate"):
+        drafting.generate(prompt, prediction="\ud800")
+    long = drafting.generate(prompt, prediction="word " * 2_000_000, max_new_tokens=2)
+    assert len(long.token_ids) == 2
 
 
 def test_a_store_that_cannot_be_asked_fails_no_answer(

@@ -40,7 +40,6 @@ class Decoding:
         self._guarding, self._grow, self._fail_all = guarding, grow, fail_all
         self._ahead: Ahead | None = None
         self._pace = Pace(pipeline.step_costs)
-        self._stepped: Sequence[Running] = ()  # the requests of the last step
 
     def drop(self) -> None:
         """Forget the step that was begun ahead."""
@@ -79,9 +78,6 @@ class Decoding:
 
     def _drafted(self, together: Sequence[Running]) -> tuple[list[Running], list[Draft]]:
         """Draft tokens of the requests that run in one step, and make room for them. Return those that have room."""
-        if together != self._stepped:
-            self._stepped = together
-            self._pace.begin()
         jobs, drafted = [], []
         found = self._pace.drafts([job.answer.drafter for job in together])
         for job, draft in zip(together, found, strict=True):

@@ -50,11 +50,11 @@ class Drafter:
     """One answer's drafts, and how often they were right."""
 
     def __init__(self, prompt: TokenIds, room: int, most: int, recall: Callable[[int], TokenIds]) -> None:
-        """The answer has at most `room` tokens, and a draft `most`. `recall` is asked once, after the first token: it
-        returns so many tokens, or fewer, that followed the prompt before."""
+        """The answer has at most `room` tokens, and a draft `most`. `recall` is asked once, after the first token or
+        later: it returns so many tokens, or fewer, that followed the prompt before."""
         self._tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + room, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
-        self._length = len(prompt)
+        self._prompt = self._length = len(prompt)
         self._most = most
         self._recall: Callable[[int], TokenIds] | None = recall
         self._before = 0  # tokens at the beginning that followed the prompt before, less the last one
@@ -89,9 +89,8 @@ class Drafter:
     def _remember(self, recall: Callable[[int], TokenIds]) -> None:
         """Let the search begin with the last tokens of the prompt, and what followed them before."""
         self._recall = None
-        before = recall(len(self._tokens) - self._length)
+        before, end = recall(len(self._tokens) - self._prompt), self._prompt
         if len(before):
-            end = self._length - 1  # the answer has one token
             earlier = np.concatenate([self._tokens[max(0, end - _LONGEST) : end], before.astype(np.int32)])
             self._tokens = np.concatenate([earlier, self._tokens])
             self._length += len(earlier)
@@ -147,22 +146,18 @@ class Pace:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._base: tuple[int, float] | None = None  # rows of the last steps without drafts, and their mean seconds
-        self._age = 0  # steps since the last one of them
-
-    def begin(self) -> None:
-        """Forget the times of steps without drafts: other sequences run from now on."""
-        self._base = None
+        self._bases: dict[int, tuple[float, int]] = {}  # of steps without drafts, by rows: mean seconds, steps since
 
     def took(self, sequences: int, rows: int, seconds: float) -> None:
         """Note the time of a step in which so many sequences ran so many rows."""
         self._costs.relax()
-        self._age += 1
+        mean, age = self._bases.get(sequences, (seconds, 0))
         if rows == sequences:
-            mean = self._base[1] if self._base and self._base[0] == rows else seconds
-            self._base, self._age = (rows, mean + _MEAN * (min(seconds, _OUTLIER * mean) - mean)), 0
-        elif self._base and self._base[0] == sequences and self._base[1] > 0:
-            self._costs.saw(rows, self._costs.cost(sequences) * seconds / self._base[1])
+            self._bases[rows] = mean + _MEAN * (min(seconds, _OUTLIER * mean) - mean), 0
+        elif sequences in self._bases:
+            self._bases[sequences] = mean, age + 1
+            if mean > 0:
+                self._costs.saw(rows, self._costs.cost(sequences) * seconds / mean)
 
     def drafts(self, drafters: Sequence[Drafter | None]) -> list[Draft]:
         """Return the drafts of the answers that run in one step, as long as they pay. An answer without a drafter has
@@ -171,8 +166,8 @@ class Pace:
         if 2 * len(drafters) <= _MOST_ROWS:
             found = [Draft() if each is None else each.draft() for each in drafters]
         likely = [0.0 if each is None else each.likely(draft) for each, draft in zip(drafters, found, strict=True)]
-        lengths = [0] * len(found)
-        if self._base is not None and self._base[0] == len(found) and self._age < _COMPARED:
+        lengths, base = [0] * len(found), self._bases.get(len(found))
+        if base is not None and base[1] < _COMPARED:
             lengths = self._lengths(likely, [len(draft.tokens) for draft in found])
         return [replace(draft, tokens=draft.tokens[:length]) for draft, length in zip(found, lengths, strict=True)]
 

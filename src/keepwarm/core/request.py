@@ -217,6 +217,10 @@ class Decoding:
             raise ConfigError(f"{', '.join(given)} need temperature > 0; at temperature 0 decoding is greedy")
         if not isinstance(self.prediction, str | None):
             raise ConfigError(f"prediction must be a text, got {type(self.prediction).__name__}")
+        try:
+            (self.prediction or "").encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"prediction holds half a surrogate pair, which is no Unicode text: {error}") from None
         self._check_tokens()
         self._check_constraint()
         if self.logprobs is not None and (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from functools import partial
-from itertools import takewhile
 
 from keepwarm.core.blocks import TokenIds, common_length, token_ids
 from keepwarm.core.drafts import Drafter
 from keepwarm.core.ports import BlockIndex, Tokenizer
+from keepwarm.core.schedule import Pages
 from keepwarm.core.spans import Reuse
 from keepwarm.linker.recall import recalled
 from keepwarm.pipeline.placed import Placed
@@ -36,7 +36,7 @@ def new_answer(
     decoding, tokens = prepared.decoding, prepared.compiled.tokens
     drafter, placed = None, opened.placed
     if draft_tokens > 0 and runner.is_invariant and runner.port.is_host and placed and not placed.arena.states:
-        followed = partial(_followed, prepared, placed, tokenizer, runner.vocabulary, index)
+        followed = partial(_followed, prepared, placed, index)
         drafter = Drafter(tokens, decoding.max_new_tokens, draft_tokens, followed)
     return Answer(
         Sampler(decoding, tokens, runner.port, prepared.constraint, ends),
@@ -53,21 +53,18 @@ def new_answer(
     )
 
 
-def _followed(
-    prepared: Prepared, placed: Placed, tokenizer: Tokenizer, vocabulary: int, index: BlockIndex, most: int
-) -> TokenIds:
+def _followed(prepared: Prepared, placed: Placed, index: BlockIndex, most: int) -> TokenIds:
     """Return at most `most` tokens of what the answer will perhaps be: of the request's prediction, or else, if it may
     reuse anything, of what followed the prompt before, in an arena or in the store."""
-    prompt, beside, predicted = prepared.compiled.tokens, placed.beside, prepared.decoding.prediction
-    if predicted is not None:
-        ids = tokenizer.encode(predicted, add_special_tokens=False)[0][:most]
-        return token_ids([*takewhile(vocabulary.__gt__, ids)])  # a tokenizer may have ids that the model lacks
-    if prepared.reuse is Reuse.OFF:
+    linked, prompt, beside = placed.linked, prepared.compiled.tokens, placed.beside
+    if prepared.predicted is not None:
+        return prepared.predicted[:most]
+    if prepared.reuse is Reuse.OFF or not isinstance(linked.grid, Pages):
         return token_ids([])
     if beside is not None and len(beside) > len(prompt) and common_length(beside, prompt) == len(prompt):
         return beside[len(prompt) : len(prompt) + most]
     try:
-        return recalled(prompt, placed.linked.names, index, most)
+        return recalled(prompt, linked.blocks, linked.names, linked.grid.page, index, most)
     except Exception:  # no answer may fail for want of a hint
         log.exception("what followed a prompt cannot be looked up")
         return token_ids([])

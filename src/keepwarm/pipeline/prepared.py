@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers.cache_utils import Cache
 
 from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.request import Decoding, PromptArgs
 from keepwarm.core.results import Generation, Miss
@@ -29,6 +30,7 @@ class Prepared:
     epoch: int  # of the store, when the request began
     constraint: Constraint | None = None
     bases: tuple[PromptArgs, ...] = ()
+    predicted: TokenIds | None = None  # what the answer will mostly repeat, by the request
     parse: Callable[[str], list[ToolCall]] | None = None  # finds calls in the answer
     on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Unpack
 
 import numpy as np
 
 from keepwarm.compiler.segment import CompiledPrompt, render, segment
 from keepwarm.config import EngineConfig
+from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.request import Decoding, GenerateArgs, Request, split
 from keepwarm.core.spans import Reuse
 from keepwarm.core.tools import ToolCall
@@ -22,6 +24,8 @@ from keepwarm.pipeline.prepared import Prepared
 from keepwarm.runtime.constrain import Constraints
 from keepwarm.runtime.execute import Times
 from keepwarm.runtime.loader import LoadedModel
+
+_CHARACTERS = 16  # of a prediction that are read for each token of the answer: few tokens are longer
 
 
 class Prompts:
@@ -79,8 +83,17 @@ class Prompts:
             epoch,
             constraint,
             request.salted_bases,
+            self._predicted(decoding),
             self._parser(request) if calls else None,
         )
+
+    def _predicted(self, decoding: Decoding) -> TokenIds | None:
+        """Return the tokens of a request's prediction, as far as its answer may reach."""
+        if decoding.prediction is None:
+            return None
+        most = decoding.max_new_tokens
+        ids = self._tokenizer.encode(decoding.prediction[: most * _CHARACTERS], add_special_tokens=False)[0][:most]
+        return token_ids([*takewhile(self._model.runner.vocabulary.__gt__, ids)])  # a tokenizer may have more ids
 
     def _check_named(self, decoding: Decoding) -> None:
         """Raise ConfigError for token ids that the model does not have."""

@@ -132,7 +132,7 @@ class Sampler:
                 self._processors.append(TemperatureLogitsWarper(params.temperature))
             if params.top_k is not None:
                 self._processors.append(TopKLogitsWarper(params.top_k))
-            if params.top_p is not None:
+            if params.top_p is not None and params.top_p < 1:
                 self._processors.append((Nucleus if port.is_host else TopPLogitsWarper)(params.top_p))
             if params.min_p:
                 self._processors.append(MinPLogitsWarper(params.min_p))
