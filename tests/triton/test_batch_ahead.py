@@ -100,10 +100,10 @@ def test_a_step_without_room_runs_in_its_turn(
     runner = engine.pipeline.model.runner
     together = runner.step_together
 
-    def refused(*given: Any) -> Any:
+    def refused(*given: Any, **named: Any) -> Any:
         if len(given) > 3:
             raise MemoryError("no room")
-        return together(*given)
+        return together(*given, **named)
 
     monkeypatch.setattr(runner, "step_together", refused)
     with Batcher(engine) as batcher:
