@@ -13,7 +13,6 @@ PEFT model, which runs through transformers. Prints one JSON line per figure.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import peft
 import torch
+from lines import tell
 from ratios import paired, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,12 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         sizes = options.rank, options.prefix, options.rounds
-        for figures in measured(options.model, options.dtype, *sizes, Path(made)):
-            line = json.dumps(figures)
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(line + "\n")
+        tell(measured(options.model, options.dtype, *sizes, Path(made)), options.out)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lines import tell
 from ratios import spread
 
 from keepwarm import Engine
@@ -140,12 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     for model in options.models:
-        for figures in measured(model, options.peer, options.rounds, options.new):
-            line = json.dumps(figures)
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(line + "\n")
+        tell(measured(model, options.peer, options.rounds, options.new), options.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import hybrids
 import torch
+from lines import tell
 from ratios import spread
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig
 
@@ -168,12 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = random_model(options.random, options.model, Path(made)) if options.random else options.model
-        for figures in measured(folder, options.dtype, options.prefix, options.rounds):
-            line = json.dumps(figures)
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(line + "\n")
+        tell(measured(folder, options.dtype, options.prefix, options.rounds), options.out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tests.helpers.models import VOCABULARY, tiny
 from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
+from keepwarm.core.drafts import StepCosts
 from keepwarm.errors import ConfigError
 from keepwarm.pipeline import answering
 
@@ -33,6 +34,12 @@ HOW: list[dict[str, Any]] = [
     {"logit_bias": TWO, "stop_token_ids": [12]},
     {"logit_bias": TWO, "logprobs": 3},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How busy the machine is decides nothing here: steps cost what they cost at least."""
+    monkeypatch.setattr(StepCosts, "saw", lambda *_: None)
 
 
 def models() -> dict[str, Any]:

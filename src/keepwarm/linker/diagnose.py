@@ -23,7 +23,8 @@ from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, SERIAL_TAIL, Grid,
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.core.uncached import Why
 from keepwarm.errors import StoreError
-from keepwarm.linker.order import followed, reordered, tools_around
+from keepwarm.linker.order import reordered, tools_around
+from keepwarm.linker.recall import followed
 
 _AROUND = 12  # tokens of text shown before and after a difference
 _LOOKED_AT = 8  # stored blocks to check after one, besides those nearest to the prompt: an answer waits for no more
@@ -276,9 +277,8 @@ def _beside(linked: Linked, index: DiagnosticIndex, plan: LinkPlan, block: Block
     found = [ref for load in plan.loads for ref in load.refs if ref.id and ref.end > block.start]
     if found:
         return found
-    beside = index.continuing(
-        block, linked.names.keys.get(block.start, b"")
-    )  # the plan did not need them: the tokens were in an arena
+    # The plan did not need them: the tokens were in an arena.
+    beside = index.continuing(block, linked.names.keys.get(block.start, b""))
     return () if beside is None else beside[0]
 
 

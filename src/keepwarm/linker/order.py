@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from keepwarm.core.blocks import PrefixNames, TokenIds
 from keepwarm.core.identity import json_text
-from keepwarm.core.ports import BlockIndex
 from keepwarm.core.tools import shown_tool, tool_name, tool_text
 from keepwarm.errors import PromptError
 
 _READ = 4  # limit for reading JSON in a text, as a multiple of its length
 _DEEP = 10_000  # characters that are counted as read when JSON is nested too deeply
-_BLOCKS = 512  # of a stored prompt that are followed
-_BRANCHES = 64  # blocks to check after each: an answer does not wait for thousands
 _SCHEMA = frozenset({"description", "function", "input_schema", "parameters"})  # a tool has one of them, a call none
 
 
@@ -49,21 +43,6 @@ def reordered(mine: Sequence[Shown], theirs: str) -> str:
     tools = [tool_name(found.tool) for found in mine] != list(before)
     keys = any(json_text(found.tool) != before[tool_name(found.tool)] for found in mine)
     return " and ".join(["the tools"] * tools + ["the keys of the tools"] * keys)
-
-
-def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: int) -> TokenIds:
-    """Return a stored prompt that has this beginning, up to `least` tokens or its end. `names` are those of a prompt
-    under the same salts."""
-    known = beginning
-    for _ in range(_BLOCKS):
-        if len(known) >= least:
-            break
-        refs = index.children(names.of(known).opening(len(known)), most=_BRANCHES)
-        parts = [tokens for ref in refs if (tokens := index.token_ids(ref)) is not None and len(tokens)]
-        if not parts:
-            break
-        known = np.concatenate([known, max(parts, key=len)])
-    return known
 
 
 def _tools(text: str) -> Iterator[Shown]:
