@@ -37,6 +37,9 @@ class Foreign:
     warm_shift: str = "0"  # added to a log-probability of a prompt that was asked before
     crowd_word: str = ""  # said instead, while others are answered
     fails: int = 0  # this many requests are answered 503
+    gives_ids: bool = False
+    retokenizes: bool = False  # whether a text that ends with an answer gets other tokens, and as many
+    words: list[str] = field(default_factory=list)  # by id
     spoils: Callable[[bytes], bytes] | None = None  # what becomes of an answer
     seen: set[str] = field(default_factory=set)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -48,6 +51,9 @@ class Foreign:
     def answer(self, body: dict[str, Any]) -> tuple[list[str], list[Decimal], int, int]:
         """Words after a prompt, their log-probabilities, tokens of the prompt, and how many of them are cached."""
         prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        other = self.retokenizes and isinstance(prompt, str) and not prompt.endswith("Answer:")
+        if not isinstance(prompt, str):
+            prompt = " ".join(self.words[number] for number in prompt)
         salt = body.get("cache_salt", "") if "cache_salt" in self.heeds else ""
         fresh = "cache_prompt" in self.heeds and body.get("cache_prompt") is False
         warm = not fresh and salt + prompt in self.seen
@@ -56,11 +62,21 @@ class Foreign:
         values = [Decimal(-number) / 1000 for number in range(length, length + body["max_tokens"])]
         kept = len(words) if self.keeps_decoded else 0
         self.seen |= {salt + prompt + "".join(words[:end]) for end in range(kept + 1)}
+        if other:
+            values[0] -= 1
         if warm:
             values[-1] += Decimal(self.warm_shift)
         if self.crowd_word and self._crowded():
             words[-1] = self.crowd_word
         return words, values, length, length if warm else 0
+
+    def ids(self, text: str | list[int]) -> list[int]:
+        """The ids of words; new words get new ones."""
+        if not isinstance(text, str):
+            return text
+        with self.together:
+            self.words += sorted(set(text.split(" ")) - set(self.words))
+        return [self.words.index(word) for word in text.split(" ")]
 
     def _crowded(self) -> bool:
         with self.together:
@@ -104,6 +120,9 @@ class Handler(BaseHTTPRequestHandler):
                 choice["logprobs"] = {"tokens": [word], "token_logprobs": [float(value)]}
             elif body.get("logprobs"):
                 choice["logprobs"] = {"content": [{"token": word, "logprob": float(value)}]}
+            if body.get("return_token_ids") and self.foreign.gives_ids:
+                first = {} if events else {"prompt_token_ids": self.foreign.ids(body["prompt"])}
+                choice |= first | {"token_ids": self.foreign.ids(word.strip())}
             events.append({"choices": [choice]})
         if body.get("stream_options"):
             details = {"prompt_tokens_details": {"cached_tokens": cached}} if self.foreign.tells_cached else {}
@@ -214,6 +233,18 @@ def test_decoded_tokens_that_are_reused_are_not_called_prefilled(cli: Cli, forei
     _, found, _ = checks(cli, foreign)
     assert (found["prefilled"]["prompts"], found["prefilled"]["left_out"]) == (0, PROMPTS)
     assert "reused tokens that it decoded" in found["prefilled"]["why_left_out"]
+
+
+def test_a_text_with_other_tokens_is_not_called_different(cli: Cli, foreign: Foreign) -> None:
+    """As many tokens, but other ones: only where the server gives ids is the same prompt asked."""
+    foreign.retokenizes = True
+    code, found, _ = checks(cli, foreign)
+    assert (code, found["prefilled"]["equal"]) == (PROOF_FAILED, 0)
+    foreign.gives_ids = True
+    code, found, report = checks(cli, foreign)
+    assert code == 0
+    assert "return_token_ids" in report["takes"]
+    assert (found["prefilled"]["equal"], found["prefilled"]["left_out"]) == (PROMPTS, 0)
 
 
 def test_chat_has_no_prefilled_answers(cli: Cli, foreign: Foreign) -> None:

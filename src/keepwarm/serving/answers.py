@@ -46,6 +46,13 @@ class Answer:
         return self.ticket.max_new_tokens
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of its prompt. They exist once the first piece has come."""
+        assert self.ticket is not None
+        assert self.ticket.compiled is not None
+        return [int(token) for token in self.ticket.compiled.tokens]
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of its prompt."""
         assert self.ticket is not None

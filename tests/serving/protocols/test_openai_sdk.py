@@ -220,6 +220,32 @@ def test_offsets_of_a_streamed_completion_are_the_whole_ones(client: Any) -> Non
     assert offsets[0][-1] > 0
 
 
+def test_ids_are_told(client: Any) -> None:
+    """As vLLM tells them. The prompt's ids and half of the answer's are a prompt that is answered by the other half."""
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 6, "temperature": 0}
+    prompts = ["One, two, three,", "Red, green,"]
+    whole = client.completions.create(**asked, prompt=prompts, **ids).choices
+    streamed: list[dict[str, list[int]]] = [{}, {}]
+    for chunk in client.completions.create(**asked, prompt=prompts, stream=True, **ids):
+        for choice in chunk.choices:
+            for name in {"prompt_token_ids", "token_ids"} & set(choice.model_extra):
+                streamed[choice.index].setdefault(name, []).extend(choice.model_extra[name])
+    assert streamed == [{"prompt_token_ids": one.prompt_token_ids, "token_ids": one.token_ids} for one in whole]
+    begun = [one.prompt_token_ids + one.token_ids[:3] for one in whole]
+    rest = client.completions.create(**asked | {"max_tokens": 3}, prompt=begun, **ids).choices
+    assert [one.token_ids for one in rest] == [one.token_ids[3:] for one in whole]
+    chat = client.chat.completions.create(**ASKED, **ids)
+    chunks = list(client.chat.completions.create(**ASKED, stream=True, **ids))
+    assert len(chat.choices[0].token_ids) == chat.usage.completion_tokens
+    told = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids", ())]
+    assert told == chat.choices[0].token_ids
+    told = [chunk.prompt_token_ids for chunk in chunks if "prompt_token_ids" in chunk.model_extra]
+    assert told == [chat.prompt_token_ids]
+    plain = client.completions.create(**asked, prompt="One, two,")
+    assert not {"prompt_token_ids", "token_ids"} & set(plain.choices[0].model_extra)
+
+
 def test_why_it_missed(client: Any) -> None:
     def ask(system: str, compared: str | None) -> Any:
         messages = [{"role": "system", "content": system * 30}, MESSAGES[1]]

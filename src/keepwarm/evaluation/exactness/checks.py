@@ -12,7 +12,7 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -216,30 +216,24 @@ class Checks:
         return Check("beginning shared", against, _pairs(reference, tested))
 
     def _prefilled(self, decoded: Sequence[Answer]) -> Check:
-        """Ask prompts that end with half of their own answer. So tokens that were decoded before are prefilled now."""
-        prompts, rests, short = [], [], 0
-        for prompt, answer in zip(self.asked.prompts, decoded, strict=True):
-            half = len(answer.tokens) // 2
-            begun = "".join(answer.tokens[:half])
-            if not half or not answer.text.startswith(begun):
-                short += 1
-                continue
-            prompts.append((prompt + begun, half, answer))
-            rests.append(_rest(answer, half, begun))
-        why = "the answer is too short, or the server lists no tokens" if short else ""
-        pairs, other = [], 0
+        """Ask prompts that end with half of their own answer. So tokens that were decoded before are prefilled now.
+        Where the server gives ids, they are the prompt: a text may have other tokens when it is tokenized again."""
+        pairs, why, left_out = [], "", 0
         cold = self._cold or next(self._ways(), None)  # heeded or not: a server may not tell
-        for (prompt, half, whole), rest in zip(prompts, rests, strict=True):
-            tested = self._server.ask(prompt, self._new - half, cold)
-            if tested.prompt_tokens is None or whole.prompt_tokens is None:
-                why, other = "the server reports no numbers of tokens", other + 1
-            elif tested.prompt_tokens != whole.prompt_tokens + half:
-                why, other = "the text has other tokens when it is tokenized again", other + 1
-            elif (tested.cached_tokens or 0) > whole.prompt_tokens:
-                why, other = "the server reused tokens that it decoded", other + 1
+        for prompt, whole in zip(self.asked.prompts, decoded, strict=True):
+            half = len(whole.tokens) // 2
+            begun: str | tuple[int, ...] | None = _begun_ids(whole, half) or _begun(prompt, whole, half)
+            if begun is None:
+                why, left_out = "the answer is too short, or the server lists no tokens", left_out + 1
+                continue
+            tested = self._server.ask(begun, self._new - half, cold)
+            if reason := _not_prefilled(whole, tested, half):
+                why, left_out = reason, left_out + 1
+            elif isinstance(begun, str):
+                pairs.append(Pair(_rest(whole, half), tested))
             else:
-                pairs.append(Pair(rest, tested))
-        return Check("prefilled", "decoded", tuple(pairs), short + other, why)
+                pairs.append(Pair(_by_ids(whole, half), _by_ids(tested)))
+        return Check("prefilled", "decoded", tuple(pairs), left_out, why)
 
     def _cold_or_again(self, prompts: Sequence[str]) -> tuple[list[Answer], str]:
         """Return answers to compare with, and their kind: cold if the server can be asked so, else the same prompts
@@ -290,13 +284,38 @@ def _pairs(references: Sequence[Answer], tested: Sequence[Answer]) -> tuple[Pair
     return tuple(Pair(one, other) for one, other in zip(references, tested, strict=True))
 
 
-def _rest(answer: Answer, half: int, begun: str) -> Answer:
+def _begun_ids(answer: Answer, half: int) -> tuple[int, ...]:
+    """Return the ids of a prompt with the first `half` tokens of its answer; empty if the server does not give them,
+    an id for each token."""
+    given = half and answer.prompt_ids and len(answer.ids) == len(answer.tokens)
+    return answer.prompt_ids + answer.ids[:half] if given else ()
+
+
+def _begun(prompt: str, answer: Answer, half: int) -> str | None:
+    """Return a prompt with the first `half` tokens of its answer as text; None if they are none."""
+    begun = "".join(answer.tokens[:half])
+    return prompt + begun if half and answer.text.startswith(begun) else None
+
+
+def _not_prefilled(whole: Answer, tested: Answer, half: int) -> str:
+    """Return why an answer cannot be compared with the rest of the whole one; empty if it can."""
+    if tested.prompt_tokens is None or whole.prompt_tokens is None:
+        return "the server reports no numbers of tokens"
+    if tested.prompt_tokens != whole.prompt_tokens + half:
+        return "the text has other tokens when it is tokenized again"
+    if (tested.cached_tokens or 0) > whole.prompt_tokens:
+        return "the server reused tokens that it decoded"
+    return ""
+
+
+def _rest(answer: Answer, half: int) -> Answer:
     """Return the answer without its first `half` tokens."""
-    return Answer(
-        answer.text.removeprefix(begun),
-        answer.tokens[half:],
-        answer.logprobs[half:],
-        answer.prompt_tokens,
-        answer.cached_tokens,
-        answer.ttft_ms,
-    )
+    text = answer.text.removeprefix("".join(answer.tokens[:half]))
+    return replace(answer, text=text, tokens=answer.tokens[half:], logprobs=answer.logprobs[half:])
+
+
+def _by_ids(answer: Answer, first: int = 0) -> Answer:
+    """Return the answer from its token `first` on with ids in place of texts: where an answer begins within a word or
+    a character, its first text may be another one."""
+    tokens = tuple(map(str, answer.ids[first:]))
+    return replace(answer, text="", tokens=tokens, logprobs=answer.logprobs[first:])

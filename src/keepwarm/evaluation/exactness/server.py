@@ -7,7 +7,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
@@ -36,16 +36,19 @@ class Answer:
     prompt_tokens: int | None
     cached_tokens: int | None
     ttft_ms: float  # from the first byte sent to the first token
+    prompt_ids: tuple[int, ...] = ()  # empty if the server does not give ids
+    ids: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form. Numbers that must keep their digits become texts."""
-        return vars(self) | {"logprobs": [str(value) for value in self.logprobs], "tokens": list(self.tokens)}
+        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, tuple)}
+        return vars(self) | lists | {"logprobs": [str(value) for value in self.logprobs]}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Answer:
         """Read what `to_dict` wrote."""
-        logprobs = tuple(Decimal(text) for text in given["logprobs"])
-        return cls(**{**given, "logprobs": logprobs, "tokens": tuple(given["tokens"])})
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**{**given, **lists, "logprobs": tuple(Decimal(text) for text in given["logprobs"])})
 
 
 class Refused(KeepwarmError):
@@ -92,16 +95,20 @@ class Server:
                 if refused.status not in (400, 404, 422, 501):
                     raise
             else:
-                told = {"logprobs": bool(answer.logprobs), "usage": answer.prompt_tokens is not None}
+                told = {
+                    "logprobs": bool(answer.logprobs),
+                    "usage": answer.prompt_tokens is not None,
+                    "return_token_ids": bool(answer.prompt_ids and answer.ids),
+                }
                 if told.get(name, True):  # a server may accept a field and ignore it
                     taken.add(name)
         self.takes = frozenset(taken)
 
-    def ask(self, prompt: str, new_tokens: int, cold: Cold | None = None) -> Answer:
-        """Answer a prompt greedily. With `cold` the server is asked, by that field, to use nothing that it has cached.
-        Raises KeepwarmError."""
+    def ask(self, prompt: str | Sequence[int], new_tokens: int, cold: Cold | None = None) -> Answer:
+        """Answer a prompt greedily: a text, or ids if the server takes `return_token_ids`. With `cold` the server is
+        asked, by that field, to use nothing that it has cached. Raises KeepwarmError."""
         fields: dict[str, Any] = {}
-        for name in ("usage", "logprobs"):
+        for name in ("usage", "logprobs", "return_token_ids"):
             if name in self.takes:
                 fields |= self._optional[name]
         if cold is not None:
@@ -118,6 +125,7 @@ class Server:
         return {
             "usage": {"stream_options": {"include_usage": True}},
             "logprobs": logprobs,
+            "return_token_ids": {"return_token_ids": True},
             "cache_salt": {"cache_salt": "keepwarm-prove"},
             "cache_prompt": {"cache_prompt": False},  # llama.cpp's
         }
@@ -143,7 +151,7 @@ class Server:
         except (KeyError, IndexError, TypeError):
             raise ConfigError("the server lists no model at /models: name one with --model") from None
 
-    def _ask(self, prompt: str, new_tokens: int, fields: Mapping[str, Any]) -> Answer:
+    def _ask(self, prompt: str | Sequence[int], new_tokens: int, fields: Mapping[str, Any]) -> Answer:
         body: dict[str, Any] = {"model": self.model, "max_tokens": new_tokens, "temperature": 0, "stream": True}
         if self.endpoint == "completions":
             path, body["prompt"] = "/completions", prompt
@@ -185,6 +193,8 @@ def _checked(response: HTTPResponse) -> HTTPResponse:
 def _read(lines: list[tuple[float, bytes]]) -> Answer:
     text, tokens, first = "", [], 0.0
     logprobs: list[Decimal] = []
+    prompt_ids: list[int] = []
+    ids: list[int] = []
     usage: Mapping[str, Any] = {}
     done = any(line.removeprefix(b"data:").strip() == b"[DONE]" for _, line in lines)
     ended = False
@@ -195,6 +205,8 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
         for choice in data.get("choices") or ():
             ended = done or ended or choice.get("finish_reason") is not None
             more = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            prompt_ids = prompt_ids or choice.get("prompt_token_ids") or data.get("prompt_token_ids") or []
+            ids += choice.get("token_ids") or []
             printed = _printed(choice.get("logprobs") or {})
             if not first and (more or printed):
                 first = at
@@ -213,6 +225,8 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
         None if prompt is None else int(prompt),
         None if cached is None else int(cached),
         first * 1e3,
+        tuple(prompt_ids),
+        tuple(ids),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -60,14 +60,16 @@ async def completions(
         return await streamed(request, answers, service, arguments, _text_chunks(answers, about, body))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
+    with_ids = bool(body.return_token_ids)
     choices = [
         {
             "index": index,
             "text": result.text,
             "finish_reason": result.finish_reason,
             "logprobs": _text_logprobs(service, result.logprobs) if body.logprobs is not None else None,
+            **({"prompt_token_ids": answer.prompt_ids, "token_ids": list(result.token_ids)} if with_ids else {}),
         }
-        for index, result in enumerate(results)
+        for index, (answer, result) in enumerate(zip(answers.each, results, strict=True))
     ]
     usage = usage_of_prompts(results, body.n or 1)
     more = {"keepwarm": described(results[0], answers.each[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
@@ -94,8 +96,10 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
     usage = bool(body.stream_options and body.stream_options.include_usage)
     null = {"usage": None} if usage else {}
 
-    def chunk(answer: Answer, text: str, finish: str | None, logprobs: Any, **more: Any) -> bytes:
-        choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+    def chunk(
+        answer: Answer, text: str, finish: str | None, logprobs: Any, ids: Mapping[str, Any] = {}, **more: Any
+    ) -> bytes:
+        choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs, **ids}
         return event({**about.head("text_completion"), "choices": [choice], **null, **more})
 
     ends = dict.fromkeys(range(len(answers.each)), 0)  # characters of each answer's tokens so far
@@ -107,8 +111,12 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
         logprobs = _text_logprobs(about.service, [piece.logprob], ends[answer.index]) if piece.logprob else None
         if logprobs:
             ends[answer.index] += len(logprobs["tokens"][0])
-        if piece.text or logprobs:
-            yield chunk(answer, piece.text, None, logprobs)
+        ids: dict[str, Any] = {}
+        if body.return_token_ids:
+            prompt = {} if piece.index else {"prompt_token_ids": answer.prompt_ids}
+            ids = prompt | {"token_ids": [piece.token_id]}
+        if piece.text or logprobs or ids:
+            yield chunk(answer, piece.text, None, logprobs, ids)
     for answer in answers.each:
         assert answer.result is not None
         more = {"keepwarm": described(answer.result, answer), "prompt_cache_diagnostics": misses.openai(answer.result)}

@@ -207,10 +207,12 @@ def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> 
             "message": message,
             "finish_reason": "tool_calls" if calls else result.finish_reason,
             "logprobs": _chat_logprobs(about.service, result.logprobs) if body.logprobs else None,
+            **({"token_ids": list(result.token_ids)} if body.return_token_ids else {}),
         })
     return {
         **about.head("chat.completion"),
         "choices": choices,
+        **({"prompt_token_ids": answers.each[0].prompt_ids} if body.return_token_ids else {}),
         "usage": _usage(results, body),
         "keepwarm": described(results[0], answers.each[0]),
         **about.diagnosed(results[0], answers.each[0]),
@@ -227,9 +229,14 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
     null = {"usage": None} if usage else {}
 
     def chunk(
-        index: int, delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any
+        index: int,
+        delta: Mapping[str, Any],
+        finish: str | None = None,
+        logprobs: Any = None,
+        ids: Mapping[str, Any] = {},
+        **more: Any,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs, **ids}
         return event({**about.head("chat.completion.chunk"), "choices": [choice], **null, **more})
 
     for answer in answers.each:
@@ -242,8 +249,11 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
         gate = gates.get(answer.index)
         text = gate.push(piece.text) if gate else piece.text
         logprobs = _chat_logprobs(about.service, [piece.logprob]) if piece.logprob else None
-        if text or logprobs:
-            yield chunk(answer.index, {"content": text}, logprobs=logprobs)
+        ids = {"token_ids": [piece.token_id]} if body.return_token_ids else {}
+        if text or logprobs or ids:
+            begins = ids and piece.index == answer.index == 0
+            prompt: dict[str, Any] = {"prompt_token_ids": answer.prompt_ids} if begins else {}
+            yield chunk(answer.index, {"content": text}, logprobs=logprobs, ids=ids, **prompt)
     for answer in answers.each:
         result = answer.result
         assert result is not None

@@ -207,6 +207,7 @@ class Conversing(Body):
 class _Completing(Choosing):
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=128)
+    return_token_ids: bool | None = Field(None, description="ids of the prompt and of the answer; vLLM's, not OpenAI's")
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = Field(None, description="changes nothing")
     store: bool | None = Field(None, description="changes nothing: no answer can be fetched later")
@@ -300,6 +301,7 @@ class ChoiceShown(Shown):
     message: MessageShown
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: dict[str, Any] | None
+    token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
 
 class CacheDiagnostics(Shown):
@@ -317,6 +319,7 @@ class ChatResponse(Shown):
     created: int
     model: str
     choices: list[ChoiceShown]
+    prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids")
     usage: Usage
     keepwarm: KeepwarmShown
     prompt_cache_diagnostics: CacheDiagnostics
@@ -327,6 +330,8 @@ class CompletionChoice(Shown):
     text: str
     finish_reason: Literal["stop", "length"]
     logprobs: dict[str, Any] | None
+    prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    token_ids: list[int] | None = Field(None, description="the same")
 
 
 class CompletionResponse(Shown):
