@@ -11,6 +11,9 @@ token with its lookup, the prefix resident in memory. For transformers it is the
 DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take turns. Figures are
 medians of the rounds; `times` is the median of the paired ratios, with their quartiles. Prints one JSON line per
 figure.
+
+The prompts are text: the beginning of ARCHITECTURE.md, and after it other parts of it as questions. On text, a model is
+surer of the next token than on random tokens, and a head in Q8_0 is then read by half (kernels.md#heads).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from keepwarm import Engine
 from keepwarm.core.results import Generation
 
 NEW, SUFFIX, COLD = 33, 24, 3  # tokens, tokens, rounds
+TEXT = Path(__file__).parents[1] / "ARCHITECTURE.md"
 Figures = dict[str, Any]
 
 
@@ -133,14 +137,16 @@ def one_round(
 
 def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Figures]:
     theirs = Transformers(folder, getattr(torch, dtype))
-    vocabulary = theirs.model.config.get_text_config().vocab_size
-    ids = [5 + number * 7919 % min(vocabulary - 10, 40000) for number in range(prefix + SUFFIX)]
     times: dict[str, list[tuple[float, float]]] = {"cold": [], "hit": [], "decode": []}
     with Engine.from_pretrained(folder, dtype=dtype, max_disk=0, draft_tokens=0) as engine:  # a step is one token
+        ids = engine.pipeline.tokenizer.encode(TEXT.read_text())[0]
+        if len(ids) < prefix + rounds * SUFFIX:
+            raise SystemExit(f"{TEXT.name} has {len(ids)} tokens: --prefix {prefix} and --rounds {rounds} need more")
         engine.generate(ids[:prefix], max_new_tokens=1)
         held = theirs.cold(ids[:prefix])
         for number in range(rounds):
-            question = [*ids[:prefix], *(11 + (number * 977 + at * 31) % 30000 for at in range(SUFFIX))]
+            begins = len(ids) - (number + 1) * SUFFIX
+            question = [*ids[:prefix], *ids[begins : begins + SUFFIX]]
             for what, pair in one_round(engine, theirs, question, held, cold=number < COLD).items():
                 times[what].append(pair)
         attention = engine.pipeline.model.attention.split(":")[0]

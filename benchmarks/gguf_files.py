@@ -5,7 +5,8 @@
 `--peer` is a Python that has llama-cpp-python (this one if left out; without it only we are measured, and the output
 says so). Writes `gguf.jsonl`: medians in ms of both and of their ratios (above 1: we are quicker). What is measured is
 the bare forward pass in both, KV in place: `decode` one token after 1,000; `hit` 24 tokens after 1,000; `cold` 1,024
-tokens. Both run in processes of their own and only one at a time computes. `memory` is what loading adds to each
+tokens. They are those of a text, ARCHITECTURE.md. Ours is asked for the largest logit alone, as a greedy answer asks
+for it (kernels.md#heads); llama.cpp has no such way, and computes all. Both run in processes of their own and only one at a time computes. `memory` is what loading adds to each
 process, in MiB (resident, files' pages left out); `logits` compares both with the same weights in float32: the mean
 difference over the spread of logits, and how often the likeliest token is the same.
 
@@ -28,6 +29,7 @@ from ratios import spread
 PREFIX, QUESTION, COLD, COMPARED = 1000, 24, 1024, 32
 PAUSE = 0.05  # seconds in which the other side's threads stop to spin
 ROUNDS = {"decode": 25, "hit": 15, "cold": 3}
+TEXT = Path(__file__).parents[1] / "ARCHITECTURE.md"
 
 
 def ids_of(length: int, seed: int) -> list[int]:
@@ -61,11 +63,15 @@ class Ours:
         self.arena = Arena(self.loaded.geometry, COLD + PREFIX, HostPort())
         self.memory = held() - before
 
-    def run(self, ids: list[int], start: int) -> None:
+    def text(self) -> list[int]:
+        found: list[int] = self.loaded.tokenizer(TEXT.read_text())["input_ids"]
+        return found
+
+    def run(self, ids: list[int], start: int, what: str) -> None:
         import numpy as np
 
-        tokens = np.asarray(ids, dtype=np.int32)
-        self.last = self.lean.step([tokens], [start], [self.arena.sequenced()], [len(ids) - 1])[0]
+        tokens, largest = np.asarray(ids, dtype=np.int32), what != "logits"
+        self.last = self.lean.step([tokens], [start], [self.arena.sequenced()], [len(ids) - 1], largest=largest)[0]
 
     def logits(self) -> list[float]:
         return self.last.float().tolist()
@@ -88,7 +94,7 @@ class Theirs:
         )
         self.memory = held() - before
 
-    def run(self, ids: list[int], start: int) -> None:
+    def run(self, ids: list[int], start: int, what: str) -> None:
         self.llama.n_tokens = start
         self.llama.eval(ids)
 
@@ -107,12 +113,12 @@ def serve(kind: str, file: str, threads: int) -> None:
     print(json.dumps({"memory": side.memory}), flush=True)
     for line in sys.stdin:
         what, start, ids = json.loads(line)
-        if what == "exact":
-            print(json.dumps(side.exact(ids)), flush=True)
+        if what in ("exact", "text"):
+            print(json.dumps(side.exact(ids) if what == "exact" else side.text()), flush=True)
             continue
         time.sleep(PAUSE)
         began = time.perf_counter()
-        side.run(ids, start)
+        side.run(ids, start, what)
         took = 1000 * (time.perf_counter() - began)
         print(json.dumps({"ms": took} | ({"logits": side.logits()} if what == "logits" else {})), flush=True)
 
@@ -147,15 +153,20 @@ class Side:
 
 def timed(sides: list[Side]) -> dict[str, Any]:
     found: dict[str, list[list[float]]] = {name: [] for name in ROUNDS}
-    for side in sides:
-        side.ask("run", 0, ids_of(64, 9))
+    text = sides[0].ask("text", 0, [])
+
+    def run(name: str, start: int, first: int, length: int) -> None:
+        ids = text[first : first + length]
+        found.setdefault(name, []).append([side.ask("run", start, ids)["ms"] for side in sides])
+
+    run("warming", 0, 0, 64)
     for number in range(ROUNDS["cold"]):
-        found["cold"].append([side.ask("run", 0, ids_of(COLD, number))["ms"] for side in sides])
-    for side in sides:
-        side.ask("run", 0, ids_of(PREFIX, 0))
-    for name, length in (("hit", QUESTION), ("decode", 1)):
-        for number in range(ROUNDS[name]):
-            found[name].append([side.ask("run", PREFIX, ids_of(length, 100 + number))["ms"] for side in sides])
+        run("cold", 0, number, COLD)
+    for number in range(ROUNDS["hit"]):
+        run("hit", PREFIX, PREFIX + number, QUESTION)
+    for number in range(ROUNDS["decode"]):
+        run("decode", PREFIX + number, PREFIX + number, 1)
+    del found["warming"]
     made: dict[str, Any] = {}
     for name, rows in found.items():
         made[name] = {"ours": statistics.median(row[0] for row in rows)}

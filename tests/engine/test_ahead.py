@@ -111,10 +111,10 @@ def test_a_step_that_fails_ahead_is_told_after_its_token(engine: Engine, monkeyp
     runner = engine.pipeline.model.runner
     step = runner.step
 
-    def failing(tokens: Any, cache: Any, start: int, there: Any = None) -> Any:
+    def failing(tokens: Any, cache: Any, start: int, there: Any = None, **named: Any) -> Any:
         if start >= len(PROMPT) + 2:
             raise Overloaded("no memory")
-        return step(tokens, cache, start, there)
+        return step(tokens, cache, start, there, **named)
 
     monkeypatch.setattr(runner, "step", failing)
     got = []

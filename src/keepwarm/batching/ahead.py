@@ -46,11 +46,12 @@ def run_together(
 ) -> torch.Tensor:
     """Run the newest token of each request, at these positions, and behind it what was drafted. Return the logits after
     each. If the device has no memory, idle arenas make way."""
+    largest = all(job.answer.largest for job in jobs)
     tokens = [token_ids([job.last[0], *draft.tokens]) for job, draft in zip(jobs, drafted, strict=True)]
 
     def run() -> torch.Tensor:
         sequences = [job.room.sequence.sequenced for job in jobs if job.room.sequence is not None]
-        return runner.step_together(tokens, positions, sequences, each=True)
+        return runner.step_together(tokens, positions, sequences, each=True, largest=largest)
 
     try:
         return run()

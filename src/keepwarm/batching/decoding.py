@@ -57,8 +57,11 @@ class Decoding:
                 token, position = job.last
                 if job.room.sequence is None:
                     started = time.perf_counter()
-                    logits = self._runner.step(token_ids([token]), job.opened.cache, position, job.answer.there)
-                    self._grow(job, job.answer.take(logits))
+                    cache, answer = job.opened.cache, job.answer
+                    logits = self._runner.step(
+                        token_ids([token]), cache, position, answer.there, largest=answer.largest
+                    )
+                    self._grow(job, answer.take(logits))
                     self._turns.took_decode([job], time.perf_counter() - started, [0.0])
                 elif rows is None:
                     together.append(job)

@@ -276,6 +276,14 @@ class Decoding:
         return (frozenset() if self.ignore_eos else stop_tokens) | frozenset(self.stop_token_ids)
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether each token is the one with the largest logit, and nothing else is asked of the logits. A constraint
+        is not looked at."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.logit_bias, self.min_tokens
+        reads = self.trace or self.logprobs is not None or self.repetition_penalty not in (None, 1.0)
+        return self.temperature == 0 and not reads and not any(penalties)
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return tuple(text for text in given if text)

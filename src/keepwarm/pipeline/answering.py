@@ -49,6 +49,7 @@ def new_answer(
         prepared.parse,
         as_generated=prepared.compiled.match.as_generated,
         on_result=prepared.on_result,
+        largest=prepared.largest,
         drafter=drafter,
     )
 

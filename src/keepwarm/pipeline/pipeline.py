@@ -244,6 +244,7 @@ class Pipeline:
         with alone, self.activity, self.chunks.busy(), leased as placed:
             prepared.times.ready = time.perf_counter()
             if placed:
+                placed.largest = prepared.largest
                 yield Opened(placed, None, None)
             else:
                 plan = self.bare_plan(len(prepared.compiled.tokens))

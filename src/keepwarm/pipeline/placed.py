@@ -44,6 +44,7 @@ class Placed:
     own_states: bool = False  # states behind KV of other arithmetic turned out to have another form
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer, decoded into the arena after the prompt
+    largest: bool = False  # of the last token's logits only the largest is asked for
     goes_on: bool = False  # outside the arena: `answered` stores from there what follows the last whole block
     behind: Mapping[int, Snapshot] = field(default_factory=dict)  # snapshots, of which `answered` stores those in it
 

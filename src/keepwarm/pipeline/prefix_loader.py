@@ -151,7 +151,8 @@ class PrefixLoader:
     def compute(self, placed: Placed) -> torch.Tensor:
         """Compute the rest of a prompt without chunks, in one attempt. Return the logits after its last token,
         `[vocab]`. Raises CorruptRun when a stored run turns out unusable."""
-        return prefill(placed.plan, placed.linked.prompt.tokens, placed.arena.cache, self._runner, self._costs)
+        tokens, cache = placed.linked.prompt.tokens, placed.arena.cache
+        return prefill(placed.plan, tokens, cache, self._runner, self._costs, largest=placed.largest)
 
     def relink(self, placed: Placed, error: CorruptRun) -> None:
         """Link and load again after a stored run turned out unusable; it is out of use by now."""
@@ -219,7 +220,7 @@ class PrefixLoader:
             return self._runner.step(tokens[start:end], cache, start)
         waited = placed.arena.waited
         began = time.perf_counter()
-        logits = self._runner.step(tokens[start:end], cache, start)
+        logits = self._runner.step(tokens[start:end], cache, start, largest=placed.largest)
         logits[:1].cpu()  # waits for the device, which computes asynchronously
         self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
         return logits
@@ -236,7 +237,8 @@ class PrefixLoader:
             each.arena.in_turn()
         sequences = [each.arena.sequenced(end) for each, end in zip(placed, ends, strict=True)]
         try:
-            logits = self._runner.step_together(tokens, starts, sequences)
+            largest = all(each.largest for each in placed)
+            logits = self._runner.step_together(tokens, starts, sequences, largest=largest)
             logits[:1, :1].cpu()  # waits for the device, which computes asynchronously
             for each, end in zip(placed, ends, strict=True):
                 each.arena.advance(end)

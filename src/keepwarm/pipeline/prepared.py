@@ -34,6 +34,11 @@ class Prepared:
     parse: Callable[[str], list[ToolCall]] | None = None  # finds calls in the answer
     on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
+    @property
+    def largest(self) -> bool:
+        """Whether only the largest logit of each token is asked for."""
+        return self.constraint is None and self.decoding.takes_largest
+
 
 @dataclass(frozen=True)
 class Opened:

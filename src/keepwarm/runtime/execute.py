@@ -61,16 +61,18 @@ def relocate(
     return by_tier
 
 
-def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, costs: Costs | None = None) -> torch.Tensor:
+def prefill(
+    plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, costs: Costs | None = None, *, largest: bool = False
+) -> torch.Tensor:
     """Run the computed spans in order. Return the logits after the last token, `[vocab]`. `costs` gets the time
-    unless steps may have waited for copies."""
+    unless steps may have waited for copies. `largest`: see `Runner.step`."""
     started = time.perf_counter()
     if isinstance(cache, ArenaCache) and cache.arena.is_copying:
         costs = None
     *earlier, last = plan.computes
     for span in earlier:
         runner.extend(tokens[span.start : span.end], cache, span.start)
-    logits = runner.step(tokens[last.start : last.end], cache, last.start)
+    logits = runner.step(tokens[last.start : last.end], cache, last.start, largest=largest)
     if costs is not None:
         logits[:1].cpu()  # waits for the device, which computes asynchronously
         waited = cache.arena.waited if isinstance(cache, ArenaCache) else 0.0
@@ -128,6 +130,7 @@ class Answer:
     done: bool = False
     there: torch.Tensor | None = None  # the last token on the model's device, `[1]`, if that is not the host
     as_generated: bool = False  # some of the prompt's ids are those that an earlier request ran
+    largest: bool = False  # nothing but the largest logit is asked for
     drafter: Drafter | None = None  # None: a step computes one token
     on_result: Callable[[Generation], None] = lambda result: None
 
@@ -227,7 +230,8 @@ def decode(
                 yield answer.take(logits)
                 if answer.done:
                     return
-                logits = runner.step(token_ids(answer.token_ids[-1:]), cache, at, answer.there)
+                last = token_ids(answer.token_ids[-1:])
+                logits = runner.step(last, cache, at, answer.there, largest=answer.largest)
                 continue
             chosen = answer.sampler.choose(logits)
             assert isinstance(chosen, torch.Tensor)
@@ -269,7 +273,8 @@ def _with_drafts(
             arena.advance(at)
             (draft,) = pace.drafts([drafter if runner.is_invariant else None])
             began = time.perf_counter()
-            rows = runner.step_each(token_ids([answer.token_ids[-1], *draft.tokens]), cache, at)
+            tokens = token_ids([answer.token_ids[-1], *draft.tokens])
+            rows = runner.step_each(tokens, cache, at, largest=answer.largest)
             pace.took(1, len(rows), time.perf_counter() - began)
     finally:
         arena.advance(min(arena.length, position + max(0, len(answer.token_ids) - 1)))

@@ -129,14 +129,17 @@ class Runner:
         """Leave cuDNN's attention out while the `with` block runs; see `dispatch.Cudnn`."""
         return CUDNN.unused() if "cuda" in self._kinds else nullcontext()
 
-    def step(self, tokens: TokenIds, cache: Cache, start: int, there: torch.Tensor | None = None) -> torch.Tensor:
+    def step(
+        self, tokens: TokenIds, cache: Cache, start: int, there: torch.Tensor | None = None, *, largest: bool = False
+    ) -> torch.Tensor:
         """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it. `there` is
-        the same tokens on the model's device, if they are there; `tokens` then only tells how many there are.
+        the same tokens on the model's device, if they are there; `tokens` then only tells how many there are. With
+        `largest`, only the largest logit is asked for: the decoder may set others to minus infinity.
 
         Return the logits after the last token, `[vocab]`, in the model's dtype or, with the same values, in float32.
         """
         if (lean := self._lean_for(cache)) is not None:
-            return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1], there)[0]
+            return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1], there, largest)[0]
         if self._is_split(tokens, start):
             self.extend(tokens[:-1], cache, start)
             tokens, start = tokens[-1:], start + len(tokens) - 1
@@ -145,10 +148,10 @@ class Runner:
         logits: torch.Tensor = self._through(self.model, tokens, cache, start, more, there).logits
         return logits[0, -1].to(self.device)
 
-    def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
+    def step_each(self, tokens: TokenIds, cache: Cache, start: int, *, largest: bool = False) -> torch.Tensor:
         """Do what `step` does, but return the logits after every token, `[len(tokens), vocab]`."""
         if (lean := self._lean_for(cache)) is not None:
-            return self._run_lean(lean, tokens, cache, start, list(range(len(tokens))))
+            return self._run_lean(lean, tokens, cache, start, list(range(len(tokens))), None, largest)
         if self._is_split(tokens, start):
             return torch.stack([self.step(tokens[at : at + 1], cache, start + at) for at in range(len(tokens))])
         logits: torch.Tensor = self._through(self.model, tokens, cache, start).logits
@@ -211,12 +214,13 @@ class Runner:
         there: torch.Tensor | None = None,
         *,
         each: bool = False,
+        largest: bool = False,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences, whose KV is in place, in one pass of the lean decoder. Return the
         logits after each sequence's last token, `[len(tokens), vocab]`; with `each`, after all tokens in order.
 
         Each row equals what `step` computes for those tokens alone. Sequences with an adapter run in a pass of their
-        own, those of one adapter side by side. `there`: see `step`; no sequence then has an adapter.
+        own, those of one adapter side by side. `there`, `largest`: see `step`. With `there` no sequence has an adapter.
         """
         lean = self.lean
         if lean is None or self.model.training:
@@ -224,11 +228,11 @@ class Runner:
         with self.lock, self._room(), torch.inference_mode():
             wanted = _all if each else _last
             if all(sequence.lora is None for sequence in sequences):
-                return lean.step(tokens, starts, sequences, wanted(tokens), there=there)
+                return lean.step(tokens, starts, sequences, wanted(tokens), there=there, largest=largest)
             found: dict[int, torch.Tensor] = {}
             for which in filter(None, _passes(sequences)):
-                some = [tokens[i] for i in which]
-                logits = lean.step(some, [starts[i] for i in which], [sequences[i] for i in which], wanted(some))
+                some, places = [tokens[i] for i in which], [sequences[i] for i in which]
+                logits = lean.step(some, [starts[i] for i in which], places, wanted(some), largest=largest)
                 found |= zip(which, logits.split([len(part) if each else 1 for part in some]), strict=True)
             return torch.cat([found[i] for i in range(len(tokens))])
 
@@ -247,15 +251,16 @@ class Runner:
         start: int,
         wanted: list[int],
         there: torch.Tensor | None = None,
+        largest: bool = False,
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         arena, most = cache.arena, None if self.lock.is_preferred else self.piece
         if there is not None:
-            return self._lean_step(lean, tokens, arena, start, wanted, there)
+            return self._lean_step(lean, tokens, arena, start, wanted, there, largest)
         while most is not None and len(tokens) > most and not (wanted and wanted[0] < most):
             self._lean_step(lean, tokens[:most], arena, start, [])
             tokens, start, wanted = tokens[most:], start + most, [row - most for row in wanted]
-        return self._lean_step(lean, tokens, arena, start, wanted)
+        return self._lean_step(lean, tokens, arena, start, wanted, None, largest)
 
     def _lean_step(
         self,
@@ -265,12 +270,13 @@ class Runner:
         start: int,
         wanted: list[int],
         there: torch.Tensor | None = None,
+        largest: bool = False,
     ) -> torch.Tensor:
         arena.check(start)
         with self.lock, self._room(), torch.inference_mode():
             sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving
             try:
-                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving, there)
+                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving, there, largest=largest)
             except BaseException:
                 arena.states.lose()
                 raise

@@ -104,6 +104,8 @@ class Decoder(Protocol):
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
         there: torch.Tensor | None = None,
+        *,
+        largest: bool = False,
     ) -> torch.Tensor:
         """See `LeanDecoder.step`. `there` is all tokens on the decoder's device; then `tokens` only tells how many
         there are."""

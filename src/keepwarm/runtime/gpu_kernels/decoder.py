@@ -113,8 +113,11 @@ class TritonDecoder:
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
         there: torch.Tensor | None = None,
+        *,
+        largest: bool = False,
     ) -> torch.Tensor:
-        """Run the next tokens of several sequences at once: see `Decoder.step`. The logits are on the device.
+        """Run the next tokens of several sequences at once: see `Decoder.step`. The logits are on the device, all of
+        them also with `largest`.
 
         `arrivals` is asked for each layer before the layer's memory is read or written.
         """

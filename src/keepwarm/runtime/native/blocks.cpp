@@ -29,13 +29,16 @@ int64_t keepwarm_panel_bytes(int kind, int64_t columns) { return shape_of(kind).
 int64_t keepwarm_row_bytes(const Source* from) { return from->row_bytes(); }
 int keepwarm_block_columns(int kind) { return shape_of(kind).each ? shape_of(kind).each * COLUMNS : shape_of(kind).columns; }
 
-// Packs a weight as panels. `to` must hold zeros.
-void keepwarm_pack(const Source* from, uint8_t* to, int threads) {
-    const int64_t panels = (from->rows + LANES - 1) / LANES;
+// Packs a weight as panels, and writes where they lie to `table`. `to` must hold zeros.
+void keepwarm_pack(const Source* from, uint8_t* to, int threads, QuantPanel* table) {
+    const int64_t panels = (from->rows + LANES - 1) / LANES, rest = apart_bytes(from->kind, from->columns);
+    const int64_t each = panel_bytes(from->kind, from->columns) - rest;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < panels; i++) {
         const int64_t first = i * LANES;
-        pack_panel(*from, first, (int)std::min<int64_t>(LANES, from->rows - first), to + i * panel_bytes(from->kind, from->columns));
+        uint8_t *const at = to + i * each, *const apart = to + panels * each + i * rest;
+        pack_panel(*from, first, (int)std::min<int64_t>(LANES, from->rows - first), at, apart);
+        table[i] = {at, from->kind, (uint32_t)((apart - at) / 64)};
     }
 }
 

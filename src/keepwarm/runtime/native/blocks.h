@@ -15,9 +15,10 @@
 
 namespace {
 
-enum BlockKind : int32_t {  // as in ggml, except the last three, whose scales belong to 32, 64 and 128 columns
+enum BlockKind : int32_t {  // as in ggml, except the last ones: kinds that are packed in two parts, for a head (screen.h),
+                           // and those whose scales belong to 32, 64 and 128 columns
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, INT4_32 = 132, INT4_64 = 164, INT4_128 = 228
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, Q8_PARTS = 108, Q6_PARTS = 114, INT4_32 = 132, INT4_64 = 164, INT4_128 = 228
 };
 
 constexpr int COLUMNS = 32;  // columns of a block here; a file's block may have 256
@@ -39,6 +40,7 @@ struct Shape {
     bool least;    // whether a block has a least value beside its scale
     int each = 0;  // so many blocks have one scale, of 24 bits, and one zero (INT4)
     CodeBook book = NONE;
+    int apart = 0;  // so many bytes of a block's codes lie behind all of the weight's panels: all but their upper 4 bits
     constexpr int group() const { return each ? each : shared ? SUPER : scales == 32 ? 2 : scales == 16 ? 4 : 1; }
     constexpr int heads() const { return (shared + group() * scales + 63) / 64 * 64; }  // bytes of a group's scales
     constexpr int wide() const { return book == IQ4 ? 8 : book == FP4 ? 5 : bits; }   // bits of what a code stands for
@@ -53,11 +55,13 @@ constexpr Shape shape_of(int kind) {
         case Q5_0: return {32, 22, 5, 320, 32, 0, 16, false};
         case Q5_1: return {32, 24, 5, 320, 64, 0, 0, true};
         case Q8_0: return {32, 34, 8, 512, 32, 0, 128, false};
+        case Q8_PARTS: return {32, 34, 8, 512, 32, 0, 128, false, 0, NONE, 256};
         case Q2_K: return {256, 84, 2, 128, 32, 64, 0, true};
         case Q3_K: return {256, 110, 3, 192, 32, 32, 4, false};
         case Q4_K: return {256, 144, 4, 256, 32, 64, 0, true};
         case Q5_K: return {256, 176, 5, 320, 32, 64, 0, true};
         case Q6_K: return {256, 210, 6, 384, 32, 32, 32, false};
+        case Q6_PARTS: return {256, 210, 6, 384, 32, 32, 32, false, 0, NONE, 128};
         case IQ4_NL: return {32, 18, 4, 256, 32, 0, 128, false, 0, IQ4};
         case IQ4_XS: return {256, 136, 4, 256, 16, 32, 128, false, 0, IQ4};
         case MXFP4: return {32, 17, 4, 256, 16, 0, 16, false, 0, FP4};
@@ -187,7 +191,7 @@ inline Block read_int4(const Source& s, int64_t n, int64_t b) {
 
 // Reads block `b` of row `n`.
 inline Block read_block(const Source& from, int64_t n, int64_t b) {
-    const int kind = from.kind;
+    const int kind = from.kind == Q8_PARTS ? Q8_0 : from.kind == Q6_PARTS ? Q6_K : from.kind;  // as the file has it
     const Shape s = shape_of(kind);
     if (s.each) return read_int4(from, n, b);
     const uint8_t* const row = from.raw + n * from.row_bytes();
@@ -238,8 +242,18 @@ inline int64_t blocks_of(int64_t columns) { return columns / COLUMNS; }
 
 inline int64_t panel_bytes(int kind, int64_t columns) {
     const Shape s = shape_of(kind);
-    return (blocks_of(columns) + s.group() - 1) / s.group() * (s.heads() + s.group() * s.codes);
+    return (blocks_of(columns) + s.group() - 1) / s.group() * (s.heads() + s.group() * (s.codes - s.apart)) + blocks_of(columns) * s.apart;
 }
+
+// Returns how many of them lie apart.
+inline int64_t apart_bytes(int kind, int64_t columns) { return blocks_of(columns) * shape_of(kind).apart; }
+
+// A panel of a weight. Panels of one weight may differ in kind: queries, keys and values are stacked as one weight.
+struct QuantPanel {
+    const uint8_t* at;
+    int32_t kind;
+    uint32_t apart;  // where the rest of its codes lies, if it lies apart: so many lines of 64 bytes behind `at`
+};
 
 // Packs the codes of 16 outputs' blocks, for `Format` in quantized.h: `[8][16 outputs][4]`, four columns together.
 inline void pack_codes(int bits, const Block* block, uint8_t* to) {
@@ -259,6 +273,16 @@ inline void pack_codes(int bits, const Block* block, uint8_t* to) {
             if (bits == 5) to[256 + at] |= (code >> 4) << i;
             if (bits == 6) to[256 + i / 4 * 64 + at] |= (code >> 4) << i % 4 * 2;
         }
+}
+
+// Packs codes in two parts: their upper 4 bits, and the others.
+inline void pack_parts(int bits, const Block* block, uint8_t* upper, uint8_t* lower) {
+    Block high[LANES], low[LANES];
+    const int rest = bits - 4;
+    for (int o = 0; o < LANES; o++)
+        for (int c = 0; c < COLUMNS; c++)
+            high[o].code[c] = block[o].code[c] >> rest, low[o].code[c] = block[o].code[c] & ((1 << rest) - 1);
+    pack_codes(4, high, upper), pack_codes(rest, low, lower);
 }
 
 // Packs the scales of 16 outputs' groups as the upper 24 bits of floats: 16 bits of each, 8 bits of each, and the zeros.
@@ -297,8 +321,8 @@ inline void pack_floats(const Source& from, int64_t first, int count, int bytes,
             std::memcpy(to + (c * LANES + o) * bytes, from.raw + ((first + o) * from.columns + c) * bytes, bytes);
 }
 
-// Packs up to 16 rows as one panel. `to` must hold zeros.
-inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to) {
+// Packs up to 16 rows as one panel, and what lies apart to `apart`. Both must hold zeros.
+inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to, uint8_t* apart) {
     const Shape s = shape_of(from.kind);
     if (s.bits >= 16) return pack_floats(from, first, count, s.bits / 8, to);
     uint8_t* scales = nullptr;
@@ -307,8 +331,9 @@ inline void pack_panel(const Source& from, int64_t first, int count, uint8_t* to
         for (int o = 0; o < count; o++) block[o] = read_block(from, first + o, b);
         const bool begins = b % s.group() == 0;
         if (begins) scales = to, to += s.heads();
-        pack_codes(s.bits, block, to);
-        to += s.codes;
+        if (s.apart) pack_parts(s.bits, block, to, apart + b * s.apart);
+        else pack_codes(s.bits, block, to);
+        to += s.codes - s.apart;
         if (s.each) {
             if (begins) pack_int4_scales(block, scales);
             continue;

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,13 @@ KINDS = {  # ggml's names and numbers, as in blocks.h
     "IQ4_XS": 23,
     "MXFP4": 39,
 }
+IN_PARTS = {KINDS["Q8_0"]: 108, KINDS["Q6_K"]: 114}  # kinds that are packed in two parts for a head
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # weights that nobody quantized, beside blocks
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
 COLUMNS = 32  # columns of a block, as in blocks.h
 _SOURCE = Path(__file__).with_name("blocks.cpp")
 _NO_ROWS = 0  # bytes of a row of a kind that is not stored by rows (`grouped`)
-_PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
+_PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("apart", "<u4")])  # QuantPanel
 
 
 @functools.cache
@@ -118,6 +119,11 @@ class Blocks:
         length = row_bytes(self.source)
         return length > _NO_ROWS and self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
 
+    @property
+    def in_parts(self) -> Blocks:
+        """The same weight, packed so that the upper bits of its codes can be read alone, if its kind has that."""
+        return replace(self, kind=IN_PARTS.get(self.kind, self.kind))
+
     def split(self, sizes: Sequence[int]) -> tuple[Blocks, ...]:
         """Return weights with so many of the rows each."""
         return tuple(Blocks(raw, self.kind, self.columns) for raw in self.raw.split(list(sizes)))
@@ -171,9 +177,8 @@ class Packed:
         at, first = _address(self._memory), 0
         for weight, size, count in zip(weights, each, panels, strict=True):
             source = ctypes.byref(weight.source)
-            library.keepwarm_pack(source, ctypes.c_void_p(at), torch.get_num_threads())
-            some = self.table[first : first + count]
-            some["at"], some["kind"] = at + size * np.arange(count, dtype=np.uint64), weight.kind
+            table = ctypes.c_void_p(self.table[first:].ctypes.data)
+            library.keepwarm_pack(source, ctypes.c_void_p(at), torch.get_num_threads(), table)
             at, first = at + size * count, first + count
 
     @property

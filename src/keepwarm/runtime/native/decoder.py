@@ -26,7 +26,7 @@ from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCov
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Chosen
 from keepwarm.runtime.native.outline import Outline
-from keepwarm.runtime.native.packing import LOG2E, Packing
+from keepwarm.runtime.native.packing import LANES, LOG2E, Packing
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.recurrent import Runs
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
@@ -90,6 +90,7 @@ class LeanDecoder:
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
+        self._screening = Screening()
 
     @property
     def storages(self) -> dict[int, int]:
@@ -108,7 +109,7 @@ class LeanDecoder:
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
-        head = packing.packed(parts.head)
+        head = packing.packed(parts.head.in_parts if isinstance(parts.head, Blocks) else parts.head)
         return ModelRecord(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
@@ -150,6 +151,8 @@ class LeanDecoder:
         wanted: Sequence[int],
         arrivals: ArrivingLayers | None = None,
         there: torch.Tensor | None = None,
+        *,
+        largest: bool = False,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
@@ -157,7 +160,8 @@ class LeanDecoder:
         have room for them. `wanted` names the rows whose logits are asked for, counted over all tokens in order.
         Returns these logits, `[len(wanted), vocab]`, float32, rounded to the model's dtype. With `arrivals`, keys and
         values may still be arriving. Each layer is then read, or waited for, just before it is attended to. An
-        exception of that ends the step. Either all sequences have an adapter, each its own, or none has one.
+        exception of that ends the step. With `largest`, only a row's largest logit is asked for, and where it stands:
+        others may be minus infinity. Either all sequences have an adapter, each its own, or none has one.
         """
         assert there is None, "tokens are on the host here"
         chosen = _chosen(sequences, [*map(len, tokens)])
@@ -169,7 +173,8 @@ class LeanDecoder:
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
         runs = Runs(starts, ends, sequences, self.states) if self.states else None
-        return self._run(ids, positions, placed, wanted, arrivals=arrivals, chosen=chosen, runs=runs)
+        screened = largest and self._screening.pays(len(wanted))
+        return self._run(ids, positions, placed, wanted, None, arrivals, chosen=chosen, runs=runs, largest=screened)
 
     def rows(
         self,
@@ -204,6 +209,7 @@ class LeanDecoder:
         seen: Callable[[int, torch.Tensor], None] | None = None,
         chosen: Chosen | None = None,
         runs: Runs | None = None,
+        largest: bool = False,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab, dtype=torch.float32)
@@ -213,6 +219,7 @@ class LeanDecoder:
             outputs=len(outputs),
             threads=self.threads or torch.get_num_threads(),
             places=layers is not None,
+            largest=largest,
             tokens=_pointer(ids),
             positions=_pointer(positions),
             slots=_pointer(placed.slots),
@@ -242,9 +249,16 @@ class LeanDecoder:
                 queries = self._scratch[: len(ids) * each * self._model.dim].view(len(ids), each, self._model.dim)
                 seen(layer, queries[:, : self._model.heads])
             return logits
+        self._forward_arriving(step, end, arrivals)
+        if largest:
+            self._screening.was(len(outputs), step.whole * LANES / self._model.vocab)
+        return logits
+
+    def _forward_arriving(self, step: StepRecord, end: int, arrivals: ArrivingLayers | None) -> None:
+        """Run the layers up to `end`, each as soon as its keys and values are there."""
         if arrivals is None:
             self._forward(step)
-            return logits
+            return
         if (taking := arrivals.taking()) is not None:
             step.take, step.job, step.wrong = taking.function, taking.job, taking.wrong
             self._forward(step)
@@ -255,7 +269,6 @@ class LeanDecoder:
                 arrivals.arrive(number)
             step.first, step.last = layer, layer + 1
             self._forward(step)
-        return logits
 
     def apart(self) -> LeanDecoder:
         """Return a decoder with the same weights, and with tables and room of its own, for steps beside this one's. No
@@ -301,6 +314,26 @@ class LeanDecoder:
         for layer, number in zip(self._layers, self._tables_of, strict=True):
             if number is not None:
                 layer.cosine, layer.sine = (table.data_ptr() for table in self._tables.pairs[number])
+
+
+class Screening:
+    """Whether the largest logits are looked for alone (`screen.h`). That pays while few panels are multiplied whole."""
+
+    _MOST = 0.25  # of all panels
+    _AGAIN = 64  # so often it is tried although it did not pay
+
+    def __init__(self) -> None:
+        self._shares: dict[int, float] = {}  # of panels that were multiplied whole lately, by rows
+        self._asked = 0
+
+    def pays(self, rows: int) -> bool:
+        self._asked += 1
+        return self._shares.get(rows, 0.0) <= self._MOST or self._asked % self._AGAIN == 0
+
+    def was(self, rows: int, share: float) -> None:
+        """Note the share of panels that a step multiplied whole; 0 where it screened nothing."""
+        before = self._shares.get(rows, share)
+        self._shares[rows] = before + (share - before) / 8
 
 
 def _chosen(sequences: Sequence[Sequenced], counts: Sequence[int]) -> Chosen | None:

@@ -24,6 +24,7 @@
 #include "tile_lanes.h"
 #if defined(QUANTIZED)
 #include "quantized.h"
+#include "screen.h"
 #endif
 #if defined(ADAPTERS)
 #include "adapters.h"
@@ -316,6 +317,10 @@ int forward(const Model& m, Step& s) {
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
+#if defined(QUANTIZED)
+        if (s.largest && screens(m, outputs)) largest_logits(m, s, b.h, outputs, b.known, b.found, id, of, barrier);
+        else
+#endif
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
         finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;

@@ -133,6 +133,8 @@ struct Step {
     int32_t moves;
     int32_t stopped;                    // output: the layer whose keys and values did not come; else `last`
     int32_t places;                     // 1 if the last layer only writes its keys and values
+    int32_t largest;                    // 1 if only the largest logit of a row is asked for: others may be minus infinity
+    int32_t whole;                      // output: how many of the head's panels were then multiplied whole, over all rows
     const int32_t *tokens, *positions;  // [rows]
     const int64_t* slots;               // [rows]: where a row's key and value are written, region << 32 | row
     const Region* regions;
@@ -208,6 +210,7 @@ struct Scratch {
                            // `mixed` has room for the results of layers with a state, too
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
+    float *known, *found;  // see screen.h
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts, mix;  // `mix`: the widest layer's `mixes`
@@ -239,6 +242,8 @@ struct Scratch {
         total = take(wide ? 0 : parts * lanes);
         part = take(wide ? 0 : parts * lanes * m.dim);
         routes.place(m, s.rows, take);
+        known = take(s.largest ? (int64_t)s.outputs * m.hidden / 8 : 0);
+        found = take(s.largest ? (int64_t)s.outputs * s.threads : 0);
         size = p - s.scratch;
     }
 };

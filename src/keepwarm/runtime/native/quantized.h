@@ -18,12 +18,6 @@ struct alignas(64) Rounded {
     int32_t less_32[2];              // the same for Q6_K, for each half
 };
 
-// A panel of a weight. Panels of one weight may differ in kind: queries, keys and values are stacked as one weight.
-struct QuantPanel {
-    const uint8_t* at;
-    int32_t kind, unused;
-};
-
 inline int32_t add_up(const int8_t* x, int n) {
     int32_t total = 0;
     for (int i = 0; i < n; i++) total += x[i];
@@ -103,22 +97,24 @@ inline Vec long_scales(const uint8_t* p) {
     return as_floats(to_words(of_memory<VecH>((const uint16_t*)p)) << 16 | of_bytes<VecU>(p + sizeof(VecH)) << 8);
 }
 
+enum Reading { IN_ORDER, ALONE, UPPER };  // panels one after another; one panel; the upper 4 bits of panels in two parts
+
 // Walks a panel block by block. After a call of `next`, `code` and `scale` are those of the block it was called for.
-template <int KIND>
+template <int KIND, Reading HOW = IN_ORDER>
 struct Format {
     static constexpr Shape SHAPE = shape_of(KIND);
     static constexpr bool SPLIT = SHAPE.split();  // the halves of a block have different scales
-    const uint8_t *codes, *scales;
+    const uint8_t *codes, *scales, *apart;
     Bytes code[8];
     Vec scale, other, least, other_least, factor, least_factor;  // `other...` are of the second half
-    explicit Format(const uint8_t* panel) : codes(panel), scales(panel) {}
+    explicit Format(const QuantPanel& panel) : codes(panel.at), scales(panel.at), apart(panel.at + (int64_t)panel.apart * 64) {}
 
     void next(int64_t b) {
         const bool begins = b % SHAPE.group() == 0;
-        if (begins) ask_for<SHAPE.heads()>(codes + LATER), scales = codes, codes += SHAPE.heads();
-        ask_for<SHAPE.codes>(codes + LATER);
+        if (begins) later<SHAPE.heads()>(codes), scales = codes, codes += SHAPE.heads();
+        later<SHAPE.codes - SHAPE.apart>(codes);
         unpack();
-        codes += SHAPE.codes;
+        codes += SHAPE.codes - SHAPE.apart, apart += SHAPE.apart;
         if constexpr (SHAPE.each) {
             if (begins) scale = long_scales(scales), least = scale * small_floats(scales + 48);
             return;
@@ -145,14 +141,39 @@ struct Format {
     }
 
     static int32_t start(const Rounded& x, int half) {
-        if (KIND == Q6_K) return x.less_32[half];
+        if (KIND == Q6_K || KIND == Q6_PARTS) return x.less_32[half];
         if (KIND == Q3_K) return x.less_32[half] >> 3;
         if (half) return 0;
         return SHAPE.less == 8 ? x.less_8 : SHAPE.less == 16 ? x.less_16 : SHAPE.less == 128 ? x.less_128 : 0;
     }
 
 private:
+    template <int SIZE> static void later(const uint8_t* p) {
+        if constexpr (HOW != ALONE) ask_for<SIZE>(p + LATER);
+    }
+    void join() {  // the rest of the codes to their upper 4 bits
+        later<SHAPE.apart>(apart);
+        for (int i = 0; i < 4 && SHAPE.bits == 8; i++) {
+            const Bytes v = bytes_at(apart + i * 64);
+            code[i] = joined<0xf0>(low_bits(v), raised<4>(code[i]));
+            code[4 + i] = joined<0xf0>(low_bits(raised<-4>(v)), raised<4>(code[4 + i]));
+        }
+        for (int h = 0; h < 2 && SHAPE.bits == 6; h++) {
+            const Bytes v = bytes_at(apart + h * 64);
+            Bytes* const to = code + 4 * h;
+            to[0] = joined<3>(raised<2>(to[0]), v), to[1] = joined<3>(raised<2>(to[1]), raised<-2>(v));
+            to[2] = joined<3>(raised<2>(to[2]), raised<-4>(v)), to[3] = joined<3>(raised<2>(to[3]), raised<-6>(v));
+        }
+    }
     void unpack() {
+        if constexpr (SHAPE.apart) {
+            for (int i = 0; i < 4; i++) {
+                const Bytes v = bytes_at(codes + i * 64);
+                code[i] = low_bits(v), code[4 + i] = low_bits(raised<-4>(v));
+            }
+            if constexpr (HOW != UPPER) join();
+            return;
+        }
         if constexpr (SHAPE.bits == 8) {
             for (int i = 0; i < 8; i++) code[i] = bytes_at(codes + i * 64);
             return;
@@ -221,11 +242,11 @@ __attribute__((noinline)) void float_sums(const Rounded* x, int64_t blocks, cons
 }
 
 // Computes the sums of MB rows with a panel's 16 columns.
-template <int KIND, int MB>
-__attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
+template <int KIND, int MB, Reading HOW = IN_ORDER>
+__attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const QuantPanel& panel, Vec* to) {
     constexpr Shape SHAPE = shape_of(KIND);
     constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: short chains are faster
-    Format<KIND> f(panel);
+    Format<KIND, HOW> f(panel);
     Vec sums[MB] = {};
     for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
         f.next(b);
@@ -252,10 +273,10 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
 }
 
 template <int KIND>
-inline int panel_sums(const QuantRows& x, int row, int rows, const uint8_t* panel, Vec* to) {
+inline int panel_sums(const QuantRows& x, int row, int rows, const QuantPanel& panel, Vec* to) {
     const Rounded* from = x.row(row);
     auto some = [&](auto count) {
-        if constexpr (IS_FLOAT<KIND>) float_sums<KIND, count>(from, x.blocks, panel, to);
+        if constexpr (IS_FLOAT<KIND>) float_sums<KIND, count>(from, x.blocks, panel.at, to);
         else panel_sums<KIND, count>(from, x.blocks, panel, to);
         return (int)count;
     };
@@ -275,6 +296,8 @@ inline auto with_kind(int kind, Work work) {
         case Q5_0: return work(Count<Q5_0>{});
         case Q5_1: return work(Count<Q5_1>{});
         case Q8_0: return work(Count<Q8_0>{});
+        case Q8_PARTS: return work(Count<Q8_PARTS>{});
+        case Q6_PARTS: return work(Count<Q6_PARTS>{});
         case Q2_K: return work(Count<Q2_K>{});
         case Q3_K: return work(Count<Q3_K>{});
         case Q4_K: return work(Count<Q4_K>{});
@@ -297,7 +320,7 @@ template <class Take>
 void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, Take take) {
     Vec left[QuantRows::BLOCK], right[QuantRows::BLOCK];
     auto sums = [&](const QuantPanel& panel, int row, Vec* into) {
-        return with_kind(panel.kind, [&](auto kind) { return panel_sums<kind>(x, row, to - row, panel.at, into); });
+        return with_kind(panel.kind, [&](auto kind) { return panel_sums<kind>(x, row, to - row, panel, into); });
     };
     for (int row = from; row < to;) {
         const int rows = sums(*w.left, row, left);
@@ -309,9 +332,9 @@ void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, 
 
 // Writes row `o` of a panel of outputs, [width], times a factor.
 template <int KIND>
-inline void look_up(const uint8_t* panel, int o, int width, float factor, float* to) {
+inline void look_up(const QuantPanel& panel, int o, int width, float factor, float* to) {
     if constexpr (IS_FLOAT<KIND>) {
-        for (int c = 0; c < width; c++) to[c] = number_at(KIND, panel, c * LANES + o) * factor;
+        for (int c = 0; c < width; c++) to[c] = number_at(KIND, panel.at, c * LANES + o) * factor;
     } else {
         Format<KIND> f(panel);
         for (int64_t b = 0; b < blocks_of(width); b++) {
@@ -332,7 +355,7 @@ inline void look_up(const uint8_t* panel, int o, int width, float factor, float*
 // Writes a token's embedding, [width], times a factor.
 inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
     const QuantPanel& panel = table[token / LANES];
-    with_kind(panel.kind, [&](auto kind) { return look_up<kind>(panel.at, token % LANES, width, factor, to), 0; });
+    with_kind(panel.kind, [&](auto kind) { return look_up<kind>(panel, token % LANES, width, factor, to), 0; });
 }
 
 }  // namespace

@@ -90,7 +90,9 @@ class AdaptersRecord(ctypes.Structure):
 
 class StepRecord(ctypes.Structure):
     _fields_ = (
-        *_integers("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places"),
+        *_integers(
+            "rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places", "largest", "whole"
+        ),
         *_pointers("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted"),
         *_pointers("scratch", "logits", "take", "job", "wrong", "run", "keep"),
         ("runs", ctypes.c_int64),
