@@ -7,8 +7,9 @@ says so). Writes `gguf.jsonl`: medians in ms of both and of their ratios (above 
 the bare forward pass in both, KV in place: `decode` one token after 1,000; `hit` 24 tokens after 1,000; `cold` 1,024
 tokens. They are those of a text, ARCHITECTURE.md. Ours is asked for the largest logit alone, as a greedy answer asks
 for it (kernels.md#heads); llama.cpp has no such way, and computes all. Both run in processes of their own and only one
-at a time computes. `memory` is what loading adds to each process, in MiB (resident, files' pages left out); `logits` compares both with the same weights in float32: the mean
-difference over the spread of logits, and how often the likeliest token is the same.
+at a time computes. `memory` is what loading adds to each process, in MiB (resident, files' pages left out); `logits`
+compares both with the same weights in float32: the mean difference over the spread of logits, and how often the
+likeliest token is the same.
 
     python benchmarks/gguf_files.py --make-q8 FROM TO      a Q8_0 file of another one's weights
 """
