@@ -36,6 +36,7 @@ class Foreign:
     tells_cached: bool = True
     warm_shift: str = "0"  # added to a log-probability of a prompt that was asked before
     crowd_word: str = ""  # said instead, while others are answered
+    plain_word: str = ""  # said instead, where nobody asks for log-probabilities
     fails: int = 0  # this many requests are answered 503
     gives_ids: bool = False
     retokenizes: bool = False  # whether a text that ends with an answer gets other tokens, and as many
@@ -66,6 +67,8 @@ class Foreign:
             values[0] -= 1
         if warm:
             values[-1] += Decimal(self.warm_shift)
+        if self.plain_word and not body.get("logprobs"):
+            words[-1] = self.plain_word
         if self.crowd_word and self._crowded():
             words[-1] = self.crowd_word
         return words, values, length, length if warm else 0
@@ -167,14 +170,15 @@ def test_an_exact_server_passes_every_check(cli: Cli, foreign: Foreign, monkeypa
     assert report["takes"] == ["cache_prompt", "cache_salt", "logprobs", "usage"]
     assert [(name, check["against"]) for name, check in found.items()] == [
         ("asked again", "cold"),
+        ("without logprobs", "with them"),
         ("8 at once, warm", "alone, warm"),
         ("8 at once, cold", "alone, cold"),
         ("beginning shared", "cold, under a new salt"),
         ("prefilled", "decoded"),
     ]
-    for check in found.values():
+    for name, check in found.items():
         assert (check["equal"], check["prompts"], check["left_out"]) == (PROMPTS, PROMPTS, 0)
-        assert Decimal(check["largest_logprob_difference"]) == 0
+        assert name == "without logprobs" or Decimal(check["largest_logprob_difference"]) == 0
     assert found["asked again"]["cached_tokens"] == found["asked again"]["prompt_tokens"]
     assert foreign.keys == {None, "Bearer secret"} - {None}
     prompts = [body["prompt"] for body in foreign.bodies if body["max_tokens"] == 4]
@@ -199,6 +203,13 @@ def test_what_a_crowd_changes_is_found(cli: Cli, foreign: Foreign) -> None:
     assert found["asked again"]["equal"] == PROMPTS
     assert found["8 at once, warm"]["equal"] == found["8 at once, warm"]["same_tokens"] < PROMPTS
     assert 3 in found["8 at once, warm"]["first_other_token"]
+
+
+def test_what_changes_without_log_probabilities_is_found(cli: Cli, foreign: Foreign) -> None:
+    """A server may compute less of an answer then, as ours does."""
+    foreign.plain_word = " otherwise"
+    code, found, _ = checks(cli, foreign)
+    assert (code, found["without logprobs"]["equal"], found["asked again"]["equal"]) == (PROOF_FAILED, 0, PROMPTS)
 
 
 def test_a_server_that_takes_little_is_asked_for_little(cli: Cli, foreign: Foreign) -> None:

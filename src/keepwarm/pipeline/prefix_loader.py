@@ -217,7 +217,8 @@ class PrefixLoader:
         Only the last one is measured, for others' steps ran between this prompt's; and not if it may wait for copies.
         """
         if placed is None or placed.arena.is_copying:
-            return self._runner.step(tokens[start:end], cache, start)
+            largest = placed is not None and placed.largest
+            return self._runner.step(tokens[start:end], cache, start, largest=largest)
         waited = placed.arena.waited
         began = time.perf_counter()
         logits = self._runner.step(tokens[start:end], cache, start, largest=placed.largest)

@@ -50,7 +50,8 @@ class Answer:
         """The ids of its prompt. They exist once the first piece has come."""
         assert self.ticket is not None
         assert self.ticket.compiled is not None
-        return [int(token) for token in self.ticket.compiled.tokens]
+        found: list[int] = self.ticket.compiled.tokens.tolist()
+        return found
 
     @property
     def segments(self) -> tuple[Segment, ...]:

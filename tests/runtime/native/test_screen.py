@@ -19,6 +19,7 @@ from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.blocks import IN_PARTS, can_compute
 from keepwarm.runtime.native.decoder import LeanDecoder, Screening
+from keepwarm.runtime.native.proof import variance
 
 pytestmark = [
     pytest.mark.slow,  # kernels of their own are compiled for these tests
@@ -164,11 +165,33 @@ def test_answers_are_the_same_as_from_all_logits(engine: Engine, more: dict[str,
     assert len(whole) == count
 
 
+def test_the_self_test_compares_them(engine: Engine, lean: LeanDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, vocabulary = engine.pipeline.model.geometry, engine.pipeline.model.runner.vocabulary
+    assert variance(lean, geometry, vocabulary) == ""
+    step = LeanDecoder.step
+
+    def wrong(self: LeanDecoder, *given: Any, **named: Any) -> torch.Tensor:
+        logits = step(self, *given, **named)
+        return logits.roll(1, dims=1) if named.get("largest") else logits
+
+    monkeypatch.setattr(LeanDecoder, "step", wrong)
+    assert variance(lean, geometry, vocabulary) == "the largest logits alone, with 1 threads"
+
+
 def test_it_is_given_up_where_it_does_not_pay_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     screening = Screening()
-    for _ in range(20):
-        if screening.pays(1):
-            screening.was(1, 0.9)
-    assert screening.pays(4), "other numbers of rows are measured on their own"
-    assert sum(screening.pays(1) for _ in range(128)) == 2
+
+    def steps(count: int, share: float, rows: int = 1) -> int:
+        """How many of so many steps try it."""
+        tried = 0
+        for _ in range(count):
+            if screening.pays(rows):
+                screening.was(rows, share)
+                tried += 1
+        return tried
+
+    assert steps(130, 0.9) == 3
+    assert steps(130, 0.9, rows=2) == 3, "other numbers of rows are measured on their own"
+    assert steps(128, 0.01) > 64, "one good try is enough"
+    assert steps(20, 0.3) > 2, "one bad step is not"

@@ -186,6 +186,10 @@ class Checks:
         again = [self._ask(prompt) for prompt in self.asked.prompts]
         self.asked.answers = again
         yield Check("asked again", "cold", _pairs(cold, again))
+        if "logprobs" in self._server.takes:
+            self._say("without log-probabilities")
+            plain = [self._server.ask(prompt, self._new, logprobs=False) for prompt in self.asked.prompts]
+            yield Check("without logprobs", "with them", _pairs(list(map(_plain, again)), list(map(_plain, plain))))
         self._say(f"{PROMPTS} at once")
         yield Check(f"{PROMPTS} at once, warm", "alone, warm", _pairs(again, self._at_once(self.asked.prompts)))
         self._cold = self._way_to_ask_cold()
@@ -312,6 +316,11 @@ def _rest(answer: Answer, half: int) -> Answer:
     """Return the answer without its first `half` tokens."""
     text = answer.text.removeprefix("".join(answer.tokens[:half]))
     return replace(answer, text=text, tokens=answer.tokens[half:], logprobs=answer.logprobs[half:])
+
+
+def _plain(answer: Answer) -> Answer:
+    """Return the answer with its ids as tokens, if there are any, and without log-probabilities."""
+    return replace(answer, tokens=tuple(map(str, answer.ids)), logprobs=())
 
 
 def _by_ids(answer: Answer, first: int = 0) -> Answer:

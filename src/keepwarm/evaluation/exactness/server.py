@@ -104,12 +104,15 @@ class Server:
                     taken.add(name)
         self.takes = frozenset(taken)
 
-    def ask(self, prompt: str | Sequence[int], new_tokens: int, cold: Cold | None = None) -> Answer:
+    def ask(
+        self, prompt: str | Sequence[int], new_tokens: int, cold: Cold | None = None, *, logprobs: bool = True
+    ) -> Answer:
         """Answer a prompt greedily: a text, or ids if the server takes `return_token_ids`. With `cold` the server is
-        asked, by that field, to use nothing that it has cached. Raises KeepwarmError."""
+        asked, by that field, to use nothing that it has cached. Without `logprobs` it is not asked for any. Raises
+        KeepwarmError."""
         fields: dict[str, Any] = {}
         for name in ("usage", "logprobs", "return_token_ids"):
-            if name in self.takes:
+            if name in self.takes and (logprobs or name != "logprobs"):
                 fields |= self._optional[name]
         if cold is not None:
             fields[cold] = f"keepwarm-prove-{secrets.token_hex(8)}" if cold == "cache_salt" else False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -279,6 +280,7 @@ class LeanDecoder:
         other._model = ModelRecord.from_buffer_copy(self._model)
         other._model.layer = other._layers
         other._scratch = torch.empty(0, dtype=torch.float32)
+        other._screening = Screening()
         return other
 
     def _forward(self, step: StepRecord) -> None:
@@ -324,16 +326,17 @@ class Screening:
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}  # of panels that were multiplied whole lately, by rows
-        self._asked = 0
+        self._asked: Counter[int] = Counter()
 
     def pays(self, rows: int) -> bool:
-        self._asked += 1
-        return self._shares.get(rows, 0.0) <= self._MOST or self._asked % self._AGAIN == 0
+        self._asked[rows] += 1
+        return self._shares.get(rows, 0.0) <= self._MOST or self._asked[rows] % self._AGAIN == 0
 
     def was(self, rows: int, share: float) -> None:
         """Note the share of panels that a step multiplied whole; 0 where it screened nothing."""
-        before = self._shares.get(rows, share)
-        self._shares[rows] = before + (share - before) / 8
+        before = self._shares.get(rows, 1.0)
+        newest = 1 / 8 if before <= self._MOST else 1  # what did not pay is judged by the next try alone
+        self._shares[rows] = before + (share - before) * newest
 
 
 def _chosen(sequences: Sequence[Sequenced], counts: Sequence[int]) -> Chosen | None:

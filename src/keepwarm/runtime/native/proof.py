@@ -21,6 +21,7 @@ from keepwarm.runtime.stepping import Decoder
 _ROWS = 43  # this is no multiple of any tile's rows
 _SPLITS = ((1, 2, 3), (9, 33), (16, 17, 40))  # the last three of the rows are always decoded one by one
 _FARTHEST = 256  # positions; the longest step passes the end of windows up to this length
+SCREENED = 4  # as in screen.h: of so many rows the largest logits may be computed alone
 _BEHIND = 9  # so many of its rows follow the end of the longest such window, or of the first unit
 
 
@@ -39,7 +40,8 @@ def variance(
 
     One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
     end elsewhere, with tokens one by one, with other numbers of threads if threads compute, and with another sequence
-    in the same step; on a device also with its pages apart.
+    in the same step; on a device also with its pages apart. Where the largest logits may be computed alone, they must
+    be those among all.
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
@@ -58,6 +60,8 @@ def variance(
             again, there = made.run(tokens[: ends[-1]], ends)
             if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
+            if lean.in_blocks and not made.finds_largest(tokens, logits):
+                return f"the largest logits alone, with {number} threads"
         if not torch.equal(logits[:_ROWS], made.together(tokens[:_ROWS])):
             return "another sequence in the same step"
         if least and not torch.equal(logits, made.apart(tokens)):
@@ -128,6 +132,17 @@ class _Sequences:
         place = arena.sequenced()
         place = replace(place, pages=place.pages[::-1].copy())
         return self.lean.step([tokens], [0], [place], range(len(tokens)))
+
+    def finds_largest(self, tokens: TokenIds, logits: torch.Tensor) -> bool:
+        """Whether the first rows' largest logits, when they are computed alone, are those among all `logits`."""
+        for count in range(1, SCREENED + 1):
+            arena = self._arena(count)
+            arena.in_turn()
+            found = self.lean.apart().step([tokens[:count]], [0], [arena.sequenced()], range(count), largest=True)
+            every, there = logits[:count], found != -torch.inf
+            if not torch.equal(found.argmax(1), every.argmax(1)) or not torch.equal(found[there], every[there]):
+                return False
+        return True
 
     def _arena(self, length: int) -> Arena:
         arena = Arena(self.geometry, length, self.port, form=self.form)
