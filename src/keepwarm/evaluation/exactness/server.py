@@ -37,7 +37,7 @@ class Answer:
     cached_tokens: int | None
     ttft_ms: float  # from the first byte sent to the first token
     prompt_ids: tuple[int, ...] = ()  # empty if the server does not give ids
-    ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()  # of the answer, its end token included
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form. Numbers that must keep their digits become texts."""

@@ -21,7 +21,7 @@ from keepwarm.runtime.stepping import Decoder
 _ROWS = 43  # this is no multiple of any tile's rows
 _SPLITS = ((1, 2, 3), (9, 33), (16, 17, 40))  # the last three of the rows are always decoded one by one
 _FARTHEST = 256  # positions; the longest step passes the end of windows up to this length
-SCREENED = 4  # as in screen.h: of so many rows the largest logits may be computed alone
+_SCREENED = 4  # as in screen.h: of so many rows the largest logits may be computed alone
 _BEHIND = 9  # so many of its rows follow the end of the longest such window, or of the first unit
 
 
@@ -60,7 +60,9 @@ def variance(
             again, there = made.run(tokens[: ends[-1]], ends)
             if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
-            if lean.in_blocks and not made.finds_largest(tokens, logits):
+        for number in numbers if lean.in_blocks else ():
+            lean.threads = number
+            if not made.finds_largest(tokens, logits):
                 return f"the largest logits alone, with {number} threads"
         if not torch.equal(logits[:_ROWS], made.together(tokens[:_ROWS])):
             return "another sequence in the same step"
@@ -135,10 +137,11 @@ class _Sequences:
 
     def finds_largest(self, tokens: TokenIds, logits: torch.Tensor) -> bool:
         """Whether the first rows' largest logits, when they are computed alone, are those among all `logits`."""
-        for count in range(1, SCREENED + 1):
+        lean = self.lean.apart()  # the model's own one learns from real requests alone where this pays
+        for count in range(1, _SCREENED + 1):
             arena = self._arena(count)
             arena.in_turn()
-            found = self.lean.apart().step([tokens[:count]], [0], [arena.sequenced()], range(count), largest=True)
+            found = lean.step([tokens[:count]], [0], [arena.sequenced()], range(count), largest=True)
             every, there = logits[:count], found != -torch.inf
             if not torch.equal(found.argmax(1), every.argmax(1)) or not torch.equal(found[there], every[there]):
                 return False
