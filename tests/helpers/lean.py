@@ -38,6 +38,7 @@ class Lean:
         self, family: str, dtype: torch.dtype, kernels: build.Kernels | None = compiled, **changes: Any
     ) -> None:
         assert kernels is not None
+        self.kernels = kernels
         self.model = (
             unlike(tiny(family, dtype, **changes)) if family in FAMILIES else lean_family(family, dtype, **changes)
         )

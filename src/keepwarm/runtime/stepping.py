@@ -74,6 +74,11 @@ class Decoder(Protocol):
         ...
 
     @property
+    def screens(self) -> bool:
+        """Whether the head can be read in part, where only the largest logits are asked for."""
+        ...
+
+    @property
     def reads_encoded(self) -> bool:
         """Whether attention reads encoded blocks."""
         ...

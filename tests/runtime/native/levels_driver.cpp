@@ -173,17 +173,23 @@ struct Sequence {
     std::string bytes() const { return {region.base, (size_t)(LAYERS * region.layer)}; }
 };
 
-// Runs a step again, with either kind of head, for its rows' largest logits alone: they and their places must be those
-// among all logits.
-void largest(const Llama& llama, Step s) {
+// Runs a step, with two other heads, for all logits and for its rows' largest ones alone: these and their places must be
+// those among all. The sequences' states stay as they were.
+void largest(const Llama& llama, Step s, const std::vector<Sequence*>& of) {
+    std::vector<std::vector<std::vector<float>>> before;
+    for (const Sequence* each : of) before.push_back(each->states);
+    const auto again = [&] {
+        for (size_t i = 0; i < of.size(); i++)
+            for (size_t j = 0; j < before[i].size(); j++) std::copy(before[i][j].begin(), before[i][j].end(), of[i]->state[j]);
+    };
     static const Weight head(VOCAB, HIDDEN, 1, true), other(VOCAB, HIDDEN, 1, true);
     for (const Weight* each : {&head, &other}) {
         Model model = llama.model;
-        model.head = each->packed;
+        model.head = each->packed, model.errors = each->errors;
         std::vector<float> every(s.outputs * VOCAB), some(every.size());
         for (int only = 0; only < 2; only++) {
             s.largest = only, s.logits = only ? some.data() : every.data(), s.scratch = room<float>(scratch_of(&model, &s));
-            forward(&model, &s);
+            forward(&model, &s), again();
             std::free(s.scratch);
         }
         for (int row = 0; row < s.outputs; row++) {
@@ -221,9 +227,9 @@ void step(const Llama& llama, const std::vector<Sequence*>& of, const std::vecto
     s.tokens = ids.data(), s.positions = positions.data(), s.slots = slots.data(), s.regions = regions.data();
     s.pages = pages.data(), s.work = works.data(), s.members = members.data(), s.wanted = wanted.data(), s.logits = logits.data();
     s.scratch = room<float>(scratch_of(&llama.model, &s));
+    if ((kind == BLOCKS || deep > 1) && ids.size() <= 4) largest(llama, s, of);
     if (forward(&llama.model, &s)) std::puts("the step did not run"), std::exit(1);
     std::free(s.scratch);
-    if (kind == BLOCKS && ids.size() <= 4) largest(llama, s);
     for (size_t i = 0; i < of.size(); i++)
         of[i]->logits.insert(of[i]->logits.end(), logits.begin() + i * each * VOCAB, logits.begin() + (i + 1) * each * VOCAB);
 }

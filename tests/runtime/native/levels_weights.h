@@ -68,6 +68,7 @@ struct Weight {
     std::vector<double> plain;
     int out, in;
     void* packed;
+    float* errors = nullptr;  // of a head of bfloat16 in two parts
     Weight(int out, int in, int size, bool is_head = false) : plain((size_t)out * in), out(out), in(in) {
         std::normal_distribution<float> normal(0, size / std::sqrt((float)in));
         for (auto& each : plain) { const float x = normal(drawn); each = kind == BFLOAT16 ? as_bf16(x) : x; }
@@ -78,12 +79,15 @@ struct Weight {
                 for (int i = 0; i < in; i++)
                     put((((size_t)(o / 16) * (across / by) + i / by) * 16 + o % 16) * by + i % by, plain[(size_t)o * in + i]);
         });
-        if (deep > 1) packed = in_panels(across);
+        if (deep > 1) packed = in_panels(across, is_head);
     }
-    void* in_panels(int64_t across) const {  // as twelve.py does it; those of every other weight stay in 16 bits
-        static bool wide = false;
-        wide = !wide;
-        const WeightMatrix matrix{(const uint16_t*)rows(), out, in, across};
+    void* in_panels(int64_t across, bool is_head) {  // as twelve.py does it; those of every other weight stay in 16 bits
+        static bool other = false;
+        other = !other;
+        const bool wide = other && !is_head;
+        const WeightMatrix matrix{(const uint16_t*)rows(), out, in, across, is_head};
+        if (is_head) errors = room<float>(out + LANES);
+        uint8_t* const rest = is_head ? room<uint8_t>((out + 15) / 16 * across * 8) : nullptr;
         uint8_t upper[16];
         std::vector<int64_t> ends((out + 15) / 16);
         keepwarm_twelve_plan(&matrix, upper, ends.data(), 1);
@@ -91,7 +95,7 @@ struct Weight {
         if (wide)
             for (size_t i = 0; i < ends.size(); i++) table[i].at = (const uint8_t*)packed + i * across * 16 * 2;
         else
-            keepwarm_twelve_pack(&matrix, upper, ends.data(), room<uint8_t>(ends.back()), table, 1);
+            keepwarm_twelve_pack(&matrix, upper, ends.data(), room<uint8_t>(ends.back()), rest, errors, table, 1);
         return table;
     }
     void* rows() const {  // as the model has it

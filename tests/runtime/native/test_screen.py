@@ -180,7 +180,7 @@ def test_the_self_test_compares_them(engine: Engine, lean: LeanDecoder, monkeypa
 
 def test_it_is_given_up_where_it_does_not_pay_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    screening = Screening()
+    screening = Screening(0.25)
 
     def steps(count: int, share: float, rows: int = 1) -> int:
         """How many of so many steps try it."""

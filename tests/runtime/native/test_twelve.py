@@ -41,9 +41,15 @@ def _read(panels: Panels, rows: int, columns: int, across: int) -> npt.NDArray[n
 
 def _groups(panel: np.void, across: int) -> npt.NDArray[np.uint16]:
     count = across * 16 // _GROUP
-    groups = _bytes(panel["at"], count * _BYTES).reshape(count, _BYTES)
-    codes, lower = groups[:, :64], groups[:, 64:].reshape(count, 2, 64)
-    upper = panel["upper"][np.stack([codes & 15, codes >> 4], axis=1)]  # [count, half, 64]
+    if panel["in_parts"]:
+        first = _bytes(panel["at"], count * 128).reshape(count, 2, 64)
+        rest = _bytes(panel["rest"], count * 64).reshape(count, 64)
+        codes, lower = first & 15, first & 240 | np.stack([rest & 15, rest >> 4], axis=1)
+    else:
+        groups = _bytes(panel["at"], count * _BYTES).reshape(count, _BYTES)
+        both, lower = groups[:, :64], groups[:, 64:].reshape(count, 2, 64)
+        codes = np.stack([both & 15, both >> 4], axis=1)
+    upper = panel["upper"][codes]  # [count, half, 64]
     both = lower.astype(np.uint16) | upper.astype(np.uint16) << 8
     # 16 bytes have 8 weights of one vector, then 8 of the next: [half, quarter, vector, 8]
     ordered = both.reshape(count, 2, 4, 2, 8).transpose(0, 1, 3, 2, 4).reshape(-1)
@@ -65,8 +71,9 @@ def _bytes(address: int, size: int) -> npt.NDArray[np.uint8]:
     deep=st.sampled_from([2, 32]),
     rare=st.integers(0, 40),
     seed=st.integers(0, 99),
+    in_parts=st.booleans(),
 )
-def test_every_bit_is_kept(rows: int, columns: int, deep: int, rare: int, seed: int) -> None:
+def test_every_bit_is_kept(rows: int, columns: int, deep: int, rare: int, seed: int, in_parts: bool) -> None:
     """Whatever the weights are: zeros of both signs, denormals, infinities, NaN with its payload."""
     chosen = np.random.default_rng(seed)
     weight = torch.from_numpy(chosen.standard_normal((rows, columns), dtype=np.float32)).bfloat16()
@@ -75,7 +82,28 @@ def test_every_bit_is_kept(rows: int, columns: int, deep: int, rare: int, seed: 
     bits.reshape(-1)[places] = chosen.integers(0, 1 << 16, rare)
     memory = WeightMemory()
     across = -(-columns // max(deep, 8)) * max(deep, 8)
-    assert np.array_equal(_read(Panels(weight, deep, memory), rows, columns, across), bits)
+    panels = Panels(weight, deep, memory, in_parts=in_parts)
+    assert np.array_equal(_read(panels, rows, columns, across), bits)
+    assert (panels.errors is None) == (not panels.table["in_parts"].any())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 30).map(lambda n: 16 * n),
+    size=st.sampled_from([1e-30, 0.02, 1, 1e20]),
+    seed=st.integers(0, 99),
+)
+def test_errors_of_a_first_part_are_bounded(rows: int, columns: int, size: float, seed: int) -> None:
+    """By the norm of what the weights are multiplied with, whatever that is: also by what is worst."""
+    chosen = np.random.default_rng(seed)
+    weight = torch.from_numpy(size * chosen.standard_normal((rows, columns))).bfloat16()
+    errors = Panels(weight, 2, WeightMemory(), in_parts=True).errors
+    assert errors is not None
+    bits = weight.view(torch.int16)
+    wrong = (weight.double() - (bits & -16 | 8).view(torch.bfloat16).double()).numpy()
+    for x in (*chosen.standard_normal((5, columns)), *wrong):
+        assert (np.abs(wrong @ x) <= errors[:rows].astype(np.float64) * np.linalg.norm(x)).all()
 
 
 def test_usual_weights_take_three_quarters_of_their_bytes() -> None:
@@ -83,6 +111,12 @@ def test_usual_weights_take_three_quarters_of_their_bytes() -> None:
     panels = Panels(torch.randn(512, 1024).bfloat16(), 2, memory)
     assert sum(memory.storages.values()) < 0.76 * 512 * 1024 * 2
     assert panels.table["others"][:32].all()
+
+
+def test_two_parts_take_no_more() -> None:
+    memory = WeightMemory()
+    assert Panels(torch.randn(512, 1024).bfloat16(), 2, memory, in_parts=True).table["in_parts"][:32].all()
+    assert sum(memory.storages.values()) < 0.76 * 512 * 1024 * 2
 
 
 def test_weights_of_every_size_stay_in_sixteen_bits() -> None:

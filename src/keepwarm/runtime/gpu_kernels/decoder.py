@@ -52,7 +52,7 @@ class TritonDecoder:
     """Runs forward passes over one model's weights. Only one call may run at a time."""
 
     name = "triton"
-    is_threaded = in_blocks = reads_encoded = False
+    is_threaded = in_blocks = screens = reads_encoded = False
     states: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:

@@ -91,7 +91,11 @@ class LeanDecoder:
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
-        self._screening = Screening()
+
+    @property
+    def screens(self) -> bool:
+        """Whether the head can be read in part, where only the largest logits are asked for."""
+        return self._screening.screens
 
     @property
     def storages(self) -> dict[int, int]:
@@ -110,7 +114,8 @@ class LeanDecoder:
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
-        head = packing.packed(parts.head.in_parts if isinstance(parts.head, Blocks) else parts.head)
+        head = packing.head(parts.head)
+        self._screening = Screening(head.most)
         return ModelRecord(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
@@ -138,8 +143,9 @@ class LeanDecoder:
             logit=parts.logit,
             score_cap=parts.score_cap * LOG2E,
             logit_cap=parts.logit_cap,
-            embedding=packing.embedding(parts.embedding, parts.head, head),
-            head=head,
+            embedding=packing.embedding(parts.embedding, parts.head, head.address),
+            head=head.address,
+            errors=head.errors,
             norm=packing.norm(parts.norm),
             layer=self._layers,
         )
@@ -280,7 +286,7 @@ class LeanDecoder:
         other._model = ModelRecord.from_buffer_copy(self._model)
         other._model.layer = other._layers
         other._scratch = torch.empty(0, dtype=torch.float32)
-        other._screening = Screening()
+        other._screening = Screening(self._screening.most)
         return other
 
     def _forward(self, step: StepRecord) -> None:
@@ -321,21 +327,27 @@ class LeanDecoder:
 class Screening:
     """Whether the largest logits are looked for alone (`screen.h`). That pays while few panels are multiplied whole."""
 
-    _MOST = 0.25  # of all panels
     _AGAIN = 64  # so often it is tried although it did not pay
 
-    def __init__(self) -> None:
+    def __init__(self, most: float) -> None:
+        """`most`: the share of all panels up to which it pays. It is 0 if the head lies in one part."""
+        self.most = most
         self._shares: dict[int, float] = {}  # of panels that were multiplied whole lately, by rows
         self._asked: Counter[int] = Counter()
 
+    @property
+    def screens(self) -> bool:
+        return self.most > 0
+
     def pays(self, rows: int) -> bool:
         self._asked[rows] += 1
-        return self._shares.get(rows, 0.0) <= self._MOST or self._asked[rows] % self._AGAIN == 0
+        fits = self._shares.get(rows, 0.0) <= self.most or self._asked[rows] % self._AGAIN == 0
+        return fits and self.screens
 
     def was(self, rows: int, share: float) -> None:
         """Note the share of panels that a step multiplied whole; 0 where it screened nothing."""
         before = self._shares.get(rows, 1.0)
-        newest = 1 / 8 if before <= self._MOST else 1  # what did not pay is judged by the next try alone
+        newest = 1 / 8 if before <= self.most else 1  # what did not pay is judged by the next try alone
         self._shares[rows] = before + (share - before) * newest
 
 

@@ -23,8 +23,9 @@
 #include "products.h"
 #include "tile_lanes.h"
 #if defined(QUANTIZED)
-#include "quantized.h"
-#include "screen.h"
+#include "screen_blocks.h"
+#else
+#include "screen_narrow.h"
 #endif
 #if defined(ADAPTERS)
 #include "adapters.h"
@@ -317,11 +318,8 @@ int forward(const Model& m, Step& s) {
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
-#if defined(QUANTIZED)
-        if (s.largest && screens(m, outputs)) largest_logits(m, s, b.h, outputs, b.known, b.found, id, of, barrier);
-        else
-#endif
-        linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
+        if (s.largest && screens(m, b.h, outputs)) largest_logits(m, s, b.h, outputs, b.known, b.found, id, of, barrier);
+        else linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
         finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }

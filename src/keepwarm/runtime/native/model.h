@@ -94,6 +94,7 @@ struct Model {
     float embedded, residual, logit;     // the factors of embeddings, of each layer's two results, and of logits
     float score_cap, logit_cap;          // tanh bounds scores (as powers of two) and logits by these; 0: no bound
     const void *embedding, *head;        // both [vocab, hidden]: the first as the model has it, the second packed
+    const float* errors;                 // [vocab], of a head of bfloat16 in two parts (`bound_errors`, twelve.h); else null
     Norm norm;
     const Layer* layer;
 };
@@ -210,7 +211,7 @@ struct Scratch {
                            // `mixed` has room for the results of layers with a state, too
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
-    float *known, *found;  // see screen.h
+    float *known, *found;  // see screen.h and screen_blocks.h
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts, mix;  // `mix`: the widest layer's `mixes`

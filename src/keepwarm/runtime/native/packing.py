@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from keepwarm.runtime.native.block_experts import Stacked
-from keepwarm.runtime.native.blocks import Blocks, Packed
+from keepwarm.runtime.native.blocks import IN_PARTS, Blocks, Packed
 from keepwarm.runtime.native.description import (
     Attention,
     Convolution,
@@ -33,6 +33,14 @@ from keepwarm.runtime.native.twelve import Panels
 
 LANES = 16
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
+
+
+class Head(NamedTuple):
+    """A packed head."""
+
+    address: int
+    errors: int | None  # the address of what a first part of bfloat16 is off by (`Panels.errors`)
+    most: float  # the share of panels up to which the largest logits are found faster by parts; 0 if there is one part
 
 
 class Packing:
@@ -111,6 +119,18 @@ class Packing:
             return self._floating(stacked)
         self._held.append(Panels(stacked.detach(), self._deep, self._memory))
         return int(self._held[-1].address)
+
+    def head(self, weight: torch.Tensor | Blocks) -> Head:
+        """Pack a head as `packed` does, in two parts if its kind has that."""
+        if isinstance(weight, Blocks):
+            return Head(self.packed(weight.in_parts), None, 1 / 4 if weight.kind in IN_PARTS else 0.0)
+        if self._deep == 1:
+            return Head(self.packed(weight), None, 0.0)
+        panels = Panels(weight.detach(), self._deep, self._memory, in_parts=True)
+        self._held.append(panels)
+        if panels.errors is None:
+            return Head(panels.address, None, 0.0)
+        return Head(panels.address, int(panels.errors.ctypes.data), 1 / 8)
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they

@@ -30,9 +30,11 @@ struct PlainRows {  // [rows, width]
     static int64_t size(int64_t rows, int width) { return rows * width / MANY; }
     void clear(int) const {}
     int64_t row_bytes() const { return width * sizeof(X); }
+    int columns() const { return width * MANY; }
     int64_t panel() const { return MANY == 1 ? elements() : 1; }  // from one panel to the next
     int64_t elements() const { return (width * MANY + PAIRED - 1) / PAIRED * PAIRED * LANES; }  // weights of a panel
     void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
+    Vec get(int row, int column) const { return load((const typename Operand<X>::Element*)(p + row * width) + column); }
 };
 
 // Sets `to` to the sums of MB rows with one panel of 16 columns.
@@ -137,13 +139,13 @@ inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& le
     Vec sums[MB][2] = {};
     const Pair* p = x.p + row * x.width;
     // These are asked for once more, to be in the first cache. Panels in 16 bits do not need it.
-    const uint8_t *left_soon = left.from + 2 * AT_ONCE * PACKED, *right_soon = right.from + 2 * AT_ONCE * PACKED;
+    const uint8_t *left_soon = left.from + 2 * AT_ONCE * left.bytes, *right_soon = right.from + 2 * AT_ONCE * right.bytes;
     const char *next_left = (const char*)w.next_left, *next_right = (const char*)w.next_right;
     for (int64_t i = 0; i < x.width; i += AT_ONCE) {
         const int count = (int)std::min<int64_t>(x.width - i, AT_ONCE), groups = (count * 2 + PAIRED - 1) / PAIRED;
         const Pair *l = (const Pair*)left.take(groups), *r = (const Pair*)right.take(groups);
         for (int at = 0; at < count; at++) {
-            __builtin_prefetch(left_soon + (i + at) * PACKED, 0, 3), __builtin_prefetch(right_soon + (i + at) * PACKED, 0, 3);
+            __builtin_prefetch(left_soon + (i + at) * left.bytes, 0, 3), __builtin_prefetch(right_soon + (i + at) * right.bytes, 0, 3);
             if (next_left) __builtin_prefetch(next_left + (i + at) * w.each, 0, 2);
             if (next_right) __builtin_prefetch(next_right + (i + at) * w.each, 0, 2);
             const Vec one = load(l + at * LANES), two = load(r + at * LANES);
@@ -170,6 +172,7 @@ void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPane
                        (const Pair*)(w.right->others ? second : (const bf16*)w.right->at)};
     if (w.next_left) whole.next_left = (const Pair*)w.next_left->at, whole.each = vector_bytes(*w.next_left);
     if (w.next_right) whole.next_right = (const Pair*)w.next_right->at;
+    left.ask_for_rest(w.next_left), right.ask_for_rest(w.next_right);
     const Pair* later = nullptr;
     if (keeps) later = std::exchange(whole.next_right, nullptr);  // as above
     int row = from;

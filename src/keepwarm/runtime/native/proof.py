@@ -60,7 +60,7 @@ def variance(
             again, there = made.run(tokens[: ends[-1]], ends)
             if not torch.equal(logits[: ends[-1]], again) or not _begins_with(kept, there):
                 return f"steps that end at {split}, with {number} threads"
-        for number in numbers if lean.in_blocks else ():
+        for number in numbers if lean.screens else ():
             lean.threads = number
             if not made.finds_largest(tokens, logits):
                 return f"the largest logits alone, with {number} threads"

@@ -63,7 +63,7 @@ class ModelRecord(ctypes.Structure):
     _fields_ = (
         *_integers(*_NUMBERS, *_FACTS),
         *((name, ctypes.c_float) for name in _FACTORS),
-        *_pointers("embedding", "head"),
+        *_pointers("embedding", "head", "errors"),
         ("norm", NormRecord),
         ("layer", ctypes.POINTER(LayerRecord)),
     )

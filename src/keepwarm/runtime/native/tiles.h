@@ -60,12 +60,13 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
         if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));
     }
     int64_t row_bytes() const { return across * DEEP * sizeof(bf16); }
+    int columns() const { return width; }
     int64_t panel() const { return 1; }  // from one panel to the next
     int64_t elements() const { return (int64_t)across * TILE; }  // weights of a panel
     const bf16* tile(int row) const { return p + (int64_t)(row / LANES) * across * TILE; }
-    void put(int row, int column, Vec v) const {
-        store(p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP, v);
-    }
+    bf16* place(int row, int column) const { return p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP; }
+    void put(int row, int column, Vec v) const { store(place(row, column), v); }
+    Vec get(int row, int column) const { return load(place(row, column)); }
 };
 
 // The tiles of a panel. They are unpacked in order, to room for `places` of them.

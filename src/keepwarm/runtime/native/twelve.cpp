@@ -12,7 +12,7 @@ constexpr int PIECE = 1 << 16;  // weights that are counted by one thread in tur
 
 extern "C" {
 
-// Chooses the sixteen upper bytes. Sets ends[i] to the number of bytes of panels [0, i]. Returns how many weights have
+// Chooses the sixteen upper bytes. Sets ends[i] to the number of bytes of panels [0, i], without second parts. Returns how many weights have
 // another upper byte.
 int64_t keepwarm_twelve_plan(const WeightMatrix* m, uint8_t* upper, int64_t* ends, int threads) {
     const int64_t weights = m->rows * m->columns, panels = (m->rows + LANES - 1) / LANES;
@@ -35,12 +35,16 @@ int64_t keepwarm_twelve_plan(const WeightMatrix* m, uint8_t* upper, int64_t* end
     return others;
 }
 
-// Packs all panels to `to`, which holds zeros, by the plan. Sets `panels`.
-void keepwarm_twelve_pack(const WeightMatrix* m, const uint8_t* upper, const int64_t* ends, uint8_t* to, WeightPanel* panels,
-                          int threads) {
+// Packs all panels to `to`, which holds zeros, by the plan. Sets `panels`. Of a matrix in two parts, the second one is packed
+// to `rest`, which holds zeros, too; and errors[row] is set as `bound_errors` does.
+void keepwarm_twelve_pack(const WeightMatrix* m, const uint8_t* upper, const int64_t* ends, uint8_t* to, uint8_t* rest,
+                          float* errors, WeightPanel* panels, int threads) {
     const UpperBytes chosen(upper);
+    const int64_t each = m->across / PAIRED * REST_BYTES;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < (m->rows + LANES - 1) / LANES; i++)
-        panels[i] = pack_twelve(*m, chosen, i, to + (i ? ends[i - 1] : 0));
+    for (int64_t i = 0; i < (m->rows + LANES - 1) / LANES; i++) {
+        panels[i] = pack_twelve(*m, chosen, i, to + (i ? ends[i - 1] : 0), m->in_parts ? rest + i * each : nullptr);
+        if (m->in_parts) bound_errors(*m, i, errors + i * LANES);
+    }
 }
 }
