@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,13 +29,13 @@ def lean(request: pytest.FixtureRequest) -> Lean:
 
 
 @pytest.fixture(autouse=True)
-def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The shares of panels that steps multiplied whole. It is never given up, though random weights have nearly equal
     logits."""
     found: list[float] = []
     monkeypatch.setattr(Screening, "pays", lambda self, rows: self.screens)
     monkeypatch.setattr(Screening, "was", lambda self, rows, share: found.append(share))
-    yield found
+    return found
 
 
 def both(lean: Lean, ids: list[int], wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
