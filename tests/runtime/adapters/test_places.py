@@ -17,5 +17,5 @@ def test_modules_that_lie_behind_one_another_are_told_apart() -> None:
     mlp.up_proj.weight = torch.nn.Parameter(held[0].view(256, 64), requires_grad=False)
     mlp.down_proj.weight = torch.nn.Parameter(held[1].view(64, 256), requires_grad=False)
     found = Places(model, described(model)).layers[0]
-    assert found["up"].module == "model.layers.0.mlp.up_proj"
-    assert found["last"].module == "model.layers.0.mlp.down_proj"
+    assert found["up"][0].module == "model.layers.0.mlp.up_proj"
+    assert found["last"][0].module == "model.layers.0.mlp.down_proj"

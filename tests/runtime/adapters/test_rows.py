@@ -39,6 +39,9 @@ CASES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen3-moe": ATTENTION,
     "starcoder2": (*ATTENTION, "c_fc", "c_proj"),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3"),
+    "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *EVERY, "out_proj"),
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj", "o_proj"),
 }
 SLOW = ("biased", "cohere", "granite", "qwen2", "qwen3", "qwen3-moe", "starcoder2")
 

@@ -114,11 +114,6 @@ class Adapters:
                 f"adapter {name!r}: adapters need the compiled kernels, and this model does not run on them (the log "
                 "of level INFO says why): load the adapter's folder as the model, which runs through transformers"
             )
-        if lean.states:
-            raise UnsupportedModel(
-                f"adapter {name!r}: the kernels compute no adapter beside a recurrent state: load the adapter's "
-                "folder as the model, which runs through transformers"
-            )
         if lean.adapted() is None:
             raise UnsupportedModel(f"adapter {name!r}: the kernels for adapters do not compile (the log says why)")
         return lean

@@ -20,14 +20,15 @@ struct Narrowing {        // A, of all the weights that read one operand, one un
     int64_t ranks;        // a multiple of 4, filled up with zeros
 };
 
-struct Widening {         // B of one weight
+struct Widening {         // B of one weight, or of 16 of its outputs
     const float* weight;  // [out / 16][rank][16]; null: it is not adapted
     int32_t first, rank;  // which of the operand's ranks are its own
 };
 
 struct AdapterLayer {
-    Narrowing attention, o, mlp, down;
-    Widening q, k, v, out, gate, up, last;
+    Narrowing first, o, mlp, down;
+    const Widening *reads, *gates;  // [outputs / 16]: of the layer's first product, and of attention's gate; null: neither is adapted
+    Widening out, gate, up, last;
 };
 
 struct Adapters {
@@ -45,23 +46,6 @@ namespace {
 constexpr int SUMMED = 1024;  // columns of A x that are summed apart
 constexpr int RANKS = WHOLE ? 4 : 2, NARROWED = WHOLE ? 4 : 2;  // ranks and rows whose sums are taken at once
 
-// 16 columns of an operand's row, as floats.
-template <class X>
-inline Vec values_at(const PlainRows<X>& x, int row, int column) {
-    return load((const typename Operand<X>::Element*)(x.p + row * x.width) + column);
-}
-#if defined(HAS_TILES)
-inline Vec values_at(const TileRows& x, int row, int column) {
-    return load(x.tile(row) + (int64_t)column / DEEP * TILE + row % LANES * DEEP + column % DEEP);
-}
-#endif
-#if defined(QUANTIZED)
-inline Vec values_at(const QuantRows& x, int row, int column) {
-    const Rounded& block = x.row(row)[column / COLUMNS * QuantRows::BLOCK];
-    return signed_floats((const uint8_t*)block.x + column % COLUMNS) * splat(block.scale);
-}
-#endif
-
 // Sums of N rows' columns [from, to) with all ranks of A, to `sums`, [rows, ranks].
 template <int N, class Rows>
 void narrow_rows(const Narrowing& a, const Rows& x, int row, int width, int from, int to, float* sums, int64_t ranks) {
@@ -70,7 +54,7 @@ void narrow_rows(const Narrowing& a, const Rows& x, int row, int width, int from
         const float* weight = a.weight + rank * width;
         for (int c = from; c < to; c += LANES) {
             Vec value[N];
-            for (int i = 0; i < N; i++) value[i] = values_at(x, row + i, c);
+            for (int i = 0; i < N; i++) value[i] = x.get(row + i, c);
             for (int j = 0; j < RANKS; j++) {
                 const Vec w = load(weight + (int64_t)j * width + c);
                 for (int i = 0; i < N; i++) sum_of[i][j] = fma(value[i], w, sum_of[i][j]);
@@ -103,6 +87,7 @@ class Adapted {
     const AdapterLayer& layer_of(int row) const { return a.adapter[a.of[row_of ? row_of[row] : row]][layer]; }
     const float* narrow(int row) const { return a.narrow + row * a.ranks; }
     Vec more(const Widening& b, int row, int column) const { return b.weight ? widened_by(b, narrow(row), column) : Vec{}; }
+    Vec more_by_panel(const Widening* b, int row, int column) const { return b ? more(b[column / LANES], row, 0) : Vec{}; }
 
     // s A x of all rows. All threads call it once the operand is whole, and find it whole behind it.
     void narrow_all(const Rows& x, int rows, int width, Narrowing AdapterLayer::*of_operand, float factor) {
@@ -157,6 +142,14 @@ class Adapted {
 
     static Vec biased_by(Vec value, const float* bias, int column) { return bias ? value + load(bias + column) : value; }
 
+    void put_by_panel(const Rows& x, int rows, const void* weight, int n, const Widening* AdapterLayer::*by, float* y,
+                      const float* bias) const {
+        multiply(x, rows, weight, n, [&](int row, int c, Vec value) {
+            value += more_by_panel(layer_of(row).*by, row, c);
+            put_sums<false>(value, y + (int64_t)row * n + c, bias ? bias + c : nullptr, 1, false, n - c);
+        });
+    }
+
     template <int KIND>
     void gated(const Mlp& w, const Rows& x, const Rows& inner, int rows) const {
         using Weight = typename Rows::template Weight<T>;
@@ -182,23 +175,24 @@ public:
     void enter(int number) { layer = number, row_of = nullptr; }
     void go_on(const Onward& on) { row_of = on.row; }
 
-    // Queries, keys and values of normed rows.
-    void attention(const Rows& x, int rows, float* y) {
+    // The layer's first product of normed rows, of width n.
+    void read(const Rows& x, int rows, int n, float* y) {
         const Layer& w = m.layer[layer];
-        const int n = (m.heads + 2 * m.kv_heads) * m.dim, keys = m.heads * m.dim, values = keys + m.kv_heads * m.dim;
-        narrow_all(x, rows, m.hidden, &AdapterLayer::attention, 1);
-        multiply(x, rows, w.qkv, n, [&](int row, int c, Vec value) {
-            const AdapterLayer& by = layer_of(row);
-            const Widening& b = c < keys ? by.q : c < values ? by.k : by.v;
-            store(y + (int64_t)row * n + c, biased_by(value + more(b, row, c < keys ? c : c < values ? c - keys : c - values), w.qkv_bias, c));
-        });
+        narrow_all(x, rows, m.hidden, &AdapterLayer::first, 1);
+        put_by_panel(x, rows, w.qkv, n, &AdapterLayer::reads, y, w.qkv_bias);
+    }
+
+    // Attention's gate, of the same rows. `read` comes before.
+    void gate(const Rows& x, int rows, float* y) {
+        const Layer& w = m.layer[layer];
+        put_by_panel(x, rows, w.gate, m.heads * m.dim, &AdapterLayer::gates, y, w.gate_bias);
     }
 
     // What attention or, by `weight`, the MLP gives: y (+)= (W x + B (s A x) + bias) factor.
     void back(const Rows& x, int rows, const void* weight, float* y, const float* bias, float factor, bool add) {
         const bool is_o = weight == m.layer[layer].o;
         const Widening AdapterLayer::*by = is_o ? &AdapterLayer::out : &AdapterLayer::last;
-        narrow_all(x, rows, is_o ? m.heads * m.dim : m.layer[layer].mlp.inner, is_o ? &AdapterLayer::o : &AdapterLayer::down, 1);
+        narrow_all(x, rows, is_o ? mixes(m, m.layer[layer]) : m.layer[layer].mlp.inner, is_o ? &AdapterLayer::o : &AdapterLayer::down, 1);
         multiply(x, rows, weight, m.hidden, [&](int row, int c, Vec value) {
             float* const at = y + (int64_t)row * m.hidden + c;
             put_sums<true>(value + more(layer_of(row).*by, row, c), at, bias ? bias + c : nullptr, factor, add, LANES);

@@ -172,8 +172,6 @@ class LeanDecoder:
         """
         assert there is None, "tokens are on the host here"
         chosen = _chosen(sequences, [*map(len, tokens)])
-        if chosen is not None and self.states:
-            raise RuntimeError("rows of a model with recurrent state are not computed with an adapter")
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         self._grow(max(ends))
         placed = works(starts, ends, sequences)

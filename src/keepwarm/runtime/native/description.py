@@ -40,11 +40,22 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Which outputs and inputs of a module a product has, where that is not told by where its weight lies."""
+
+    weight: torch.Tensor | Blocks  # the module's own
+    outputs: torch.Tensor | None = None  # the number of each of the product's outputs in the module; None: all, in order
+    inputs: torch.Tensor | None = None  # the same of its inputs
+
+
+@dataclass(frozen=True)
 class Linear:
-    """A product with `weight`, `[out, in]`, and a bias `[out]`."""
+    """A product with `weight`, `[out, in]`, and a bias `[out]`. `order` is set if these are not consecutive rows of a
+    module's weight, in order."""
 
     weight: torch.Tensor | Blocks
     bias: torch.Tensor | None = None
+    order: Order | None = None
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,11 @@ int forward(const Model& m, Step& s) {
 #endif
             };
             if (w.state >= 0) {
+#if defined(ADAPTERS)
+                adapted.read(b.h, s.rows, reads(m, w), b.q);
+#else
                 linear<T>(b.h, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+#endif
                 barrier.wait(of);
                 const bool last = end && !s.outputs;
                 if (!last) go_on();
@@ -263,11 +267,12 @@ int forward(const Model& m, Step& s) {
                 if (w.delta.heads) gate_results(m, w, b.q, b.made, on, mixed, id, of), barrier.wait(of);
             } else {
 #if defined(ADAPTERS)
-                adapted.attention(b.h, s.rows, b.q);
+                adapted.read(b.h, s.rows, width, b.q);
+                if (w.gate) adapted.gate(b.h, s.rows, b.made);
 #else
                 linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
-#endif
                 if (w.gate) linear<T>(b.h, s.rows, w.gate, m.heads * m.dim, b.made, id, of, w.gate_bias);
+#endif
                 if (!b.wide) {
                     for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
                     for (int p = id; p < b.parts; p += of)

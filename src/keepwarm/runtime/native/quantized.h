@@ -71,6 +71,10 @@ struct QuantRows {
         if (column % COLUMNS == 0) return store((float*)&to, v);  // the first half is kept there until the second comes
         round_block(load((const float*)&to), v, to);
     }
+    Vec get(int row, int column) const {
+        const Rounded& from = this->row(row)[column / COLUMNS * BLOCK];
+        return signed_floats((const uint8_t*)from.x + column % COLUMNS) * splat(from.scale);
+    }
 };
 
 static_assert(sizeof(Rounded) == 64, "a block of activations is one line");

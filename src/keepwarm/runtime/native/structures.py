@@ -79,8 +79,9 @@ class WideningRecord(ctypes.Structure):
 
 class AdapterLayerRecord(ctypes.Structure):
     _fields_ = (
-        *((name, NarrowingRecord) for name in ("attention", "o", "mlp", "down")),
-        *((name, WideningRecord) for name in ("q", "k", "v", "out", "gate", "up", "last")),
+        *((name, NarrowingRecord) for name in ("first", "o", "mlp", "down")),
+        *_pointers("reads", "gates"),
+        *((name, WideningRecord) for name in ("out", "gate", "up", "last")),
     )
 
 

@@ -18,6 +18,7 @@ from keepwarm.runtime.native.description import (
     Mlp,
     Norm,
     NotCovered,
+    Order,
     Table,
     alike,
 )
@@ -93,7 +94,11 @@ def exact(module: Any, name: str = "weight") -> torch.Tensor:
 
 
 def linear(module: Any) -> Linear:
-    return Linear(weight(module), None if module.bias is None else module.bias.detach())
+    own, outputs, inputs = weight(module), getattr(module, "outputs", None), getattr(module, "inputs", None)
+    order = None
+    if outputs is not None or inputs is not None:  # a file's order: `BlockLinear`
+        order = Order(own, None if outputs is None else outputs.argsort(), inputs)
+    return Linear(own, None if module.bias is None else module.bias.detach(), order)
 
 
 def split(module: Any, *sizes: int) -> tuple[Linear, ...]:

@@ -17,6 +17,7 @@ from keepwarm.runtime.native.description import (
     Linear,
     Norm,
     NotCovered,
+    Order,
     alike,
 )
 from keepwarm.runtime.native.families import experts, llama
@@ -55,7 +56,7 @@ def _part(module: Any, sizes: Sequence[int], at: int) -> Linear:
     weight, bias = llama.weight(module), module.bias
     rows = torch.arange(len(weight)).unflatten(0, (-1, sum(sizes))).split([*sizes], dim=1)[at].reshape(-1)
     some = weight.of_rows(rows) if isinstance(weight, Blocks) else weight[rows]
-    return Linear(some, None if bias is None else bias.detach()[rows])
+    return Linear(some, None if bias is None else bias.detach()[rows], Order(weight, rows))
 
 
 def _delta_net(module: Any) -> DeltaNet:
