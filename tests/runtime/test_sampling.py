@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.helpers.models import tiny
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.request import Decoding
 from keepwarm.errors import ConfigError, PromptTooLong
+from keepwarm.runtime.sampling import drawn
 
 PROMPT = "One, two, three, four, five, six, seven."
 
@@ -129,3 +133,37 @@ def test_what_cannot_be(choice: dict[str, Any], match: str) -> None:
 def test_tokens_that_the_model_does_not_know(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="vocabulary"):
         engine.generate(PROMPT, logit_bias={10**7: 1})
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    few=st.lists(st.floats(0, 1, width=32), min_size=1, max_size=40),
+    count=st.integers(1, 1600),
+    point=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2.0**-53])),
+)
+def test_a_drawn_token_is_the_one_at_its_point(few: list[float], count: int, point: float) -> None:
+    """Whatever the shares are; one that has no share is never drawn."""
+    shares = torch.tensor((few * count)[:count], dtype=torch.float32)
+    shares[count // 2] += 1e-3
+    shares /= shares.sum()
+    token = drawn(shares, point)
+    assert shares[token] > 0
+    ends = shares.double().cumsum(0)
+    at, begin = point * float(ends[-1]), float(ends[token]) - float(shares[token])
+    assert begin - 1e-12 <= at <= float(ends[token]) + 1e-12
+
+
+def test_tokens_are_drawn_as_often_as_their_shares_say() -> None:
+    shares = torch.tensor([0.5, 0.0, 0.25, 0.25])
+    points = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1].tolist()
+    assert Counter(drawn(shares, point) for point in points) == {0: 2000, 2: 1000, 3: 1000}
+
+
+def test_what_is_no_number_is_refused(tokenizer: Any) -> None:
+    model = tiny("llama")
+    model.lm_head.weight.data[7] = float("nan")
+    with (
+        Engine.from_pretrained((model, tokenizer)) as engine,
+        pytest.raises(RuntimeError, match="no token can be drawn"),
+    ):
+        engine.generate(PROMPT, max_new_tokens=2, temperature=1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -84,6 +85,7 @@ class Nucleus(LogitsProcessor):
 
 _NONE = -1  # instead of a token that could not be drawn
 _TINY = torch.finfo(torch.float32).tiny
+_BLOCK = 512  # tokens whose shares are added up first
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,24 @@ def fetched(chosen: Sequence[int | torch.Tensor]) -> list[Choice]:
     there = [each for each in chosen if isinstance(each, torch.Tensor)]
     tokens = iter(torch.cat(there).cpu().tolist() if there else [])
     return [Choice(next(tokens), each) if isinstance(each, torch.Tensor) else Choice(each) for each in chosen]
+
+
+def drawn(shares: torch.Tensor, point: float) -> int:
+    """Return the token at a `point`, in [0, 1), of the shares `[vocab]`, float32, one behind the other; `_NONE` if some
+    are no numbers.
+
+    `torch.multinomial` draws a number for every token, which takes a tenth of the time of a small model's step.
+    """
+    blocks = nn.functional.pad(shares, (0, -len(shares) % _BLOCK)).view(-1, _BLOCK)
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=0)
+    if not ends[-1].isfinite():
+        return _NONE
+    at = point * ends[-1]
+    number = int(torch.searchsorted(ends, at, right=True))
+    inside = blocks[number].double().cumsum(dim=0)
+    token = int(torch.searchsorted(inside, at - (ends[number - 1] if number else 0.0), right=True))
+    last = int(blocks[number].nonzero()[-1])  # both sums round, so that the point may lie behind all of them
+    return number * _BLOCK + min(token, last)
 
 
 class Sampler:
@@ -175,7 +195,8 @@ class Sampler:
         if self._greedy:
             token = scores.argmax(dim=-1)
         elif self._port.is_host:
-            token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
+            point = torch.rand((), dtype=torch.float64, generator=self._generator)
+            token = torch.tensor([drawn(scores[0].softmax(dim=-1), float(point))])
         else:  # what multinomial does, but for its look at the numbers, which waits for the device
             shares = scores.softmax(dim=-1)
             times = torch.empty_like(shares).exponential_(generator=self._generator)
