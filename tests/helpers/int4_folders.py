@@ -171,7 +171,10 @@ def write(
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         value = (parameter if parameter.dim() > 1 else _unlike(parameter, len(tensors))).to(how.dtype)
-        if "_proj.weight" in name:
+        if value.dim() == 3 and ".experts." in name:
+            made, meant[name] = _experts(name, value * 0.3, how, model.config.model_type == "mixtral")
+            tensors |= made
+        elif "_proj.weight" in name:
             made = quantized(value * 0.3, how)
             tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in made.tensors.items()}
             meant[name] = made.meant
@@ -185,8 +188,29 @@ def write(
     (path / "config.json").write_text(json.dumps(told))
     _save(path, tensors, shards)
     exact = model.double()
+    exact.config._experts_implementation = "eager"  # others have no float64
     exact.load_state_dict(meant, strict=False)
     return Folder(path, exact.eval())
+
+
+def _experts(
+    name: str, value: torch.Tensor, how: How, is_mixtral: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors of each expert's products as the formats' own tools write them, and what all mean together."""
+    tensors: dict[str, torch.Tensor] = {}
+    every = []
+    parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+    other = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for number, weight in enumerate(value):
+        means = []
+        for part, each in zip(parts, weight.chunk(len(parts)), strict=True):
+            made = quantized(each, how)
+            module = f"{name.rpartition('.')[0]}.{number}.{other[part] if is_mixtral else part}"
+            module = module.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else module
+            tensors |= {f"{module}.{last}": tensor for last, tensor in made.tensors.items()}
+            means.append(made.meant)
+        every.append(torch.cat(means))
+    return tensors, torch.stack(every)
 
 
 def _unlike(parameter: torch.Tensor, seed: int) -> torch.Tensor:

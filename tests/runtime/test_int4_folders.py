@@ -62,6 +62,42 @@ def loaded(request: pytest.FixtureRequest, folder: Write) -> tuple[Folder, Loade
     return made, load(made.path, EngineConfig.build(dtype=dtype))
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 128},
+    "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+    "mixtral": {"intermediate_size": 128},
+    "glm4-moe": {"moe_intermediate_size": 128, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_run_on_the_kernels(family: str, method: str, folder: Write) -> None:
+    """Each has tensors of its own in the folder; cold, in parts and beside others rows have the same bits."""
+    made = folder(METHODS[method], family=family, config=EXPERTS[family])
+    model = load(made.path, EngineConfig.build(dtype="float32"))
+    ids = some_ids()
+    with torch.inference_mode():
+        exact = made.model(torch.tensor([ids])).logits[0]
+        modules = model.model(torch.tensor([ids])).logits[0].double()
+    assert float((modules - exact).abs().max()) < 1e-3 * float(exact.abs().max())
+    mine, _ = run(model, ids, [])
+    assert torch.equal(mine, run(model, ids, [1, 30, 31])[0])
+    # rounding to 8 bits may move a row to another expert, and with it all that follows
+    assert float((mine - exact).abs().mean(-1).median()) < 0.02 * float(exact.abs().max())
+
+
+def without_one(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".experts.3.up_proj." in name]:
+        del tensors[name]
+
+
+def test_a_folder_that_lacks_an_expert_is_refused(folder: Write) -> None:
+    made = folder(family="qwen3-moe", config=EXPERTS["qwen3-moe"], changed=without_one)
+    with pytest.raises(UnsupportedModel, match=r"lacks the up of expert 3 of model\.layers\.0\.mlp\.experts"):
+        load(made.path, EngineConfig.build(dtype="float32"))
+
+
 def run(model: LoadedModel, ids: list[int], cuts: list[int]) -> tuple[torch.Tensor, Arena]:
     """Logits of every row, and the KV."""
     lean, held = model.runner.lean, Arena(model.geometry, LENGTH, HostPort())

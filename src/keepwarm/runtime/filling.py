@@ -140,9 +140,7 @@ def _put_alone(path: Path, model: PreTrainedModel, name: str, value: Blocks | to
 
 def _put_experts(path: Path, model: PreTrainedModel, name: str, found: Experts) -> None:
     module: Any = model.get_submodule(name)
-    count, hidden, inner = int(module.num_experts), *_widths(module)
-    wanted = {"gate": (count, inner, hidden), "up": (count, inner, hidden), "down": (count, hidden, inner)}
-    for part, shape in wanted.items():
+    for part, shape in shapes_of(module).items():
         stack: Stack = getattr(found, part)
         if stack.weight.shape != shape:
             raise UnsupportedModel(f"{path} has {name}.{part} of the shape {stack.weight.shape}; the model has {shape}")
@@ -152,6 +150,12 @@ def _put_experts(path: Path, model: PreTrainedModel, name: str, found: Experts) 
             raise UnsupportedModel(f"{path} has other biases of {name}.{part} than the model")
         _check_width(path, f"{name}.{part}", stack.weight)
     model.set_submodule(name, BlockExperts(found.gate, found.up, found.down, module))
+
+
+def shapes_of(module: Any) -> dict[str, tuple[int, int, int]]:
+    """Return the shapes of experts' weights, `(experts, out, in)`, in a module of transformers."""
+    count, hidden, inner = int(module.num_experts), *_widths(module)
+    return {"gate": (count, inner, hidden), "up": (count, inner, hidden), "down": (count, hidden, inner)}
 
 
 def _widths(module: Any) -> tuple[int, int]:

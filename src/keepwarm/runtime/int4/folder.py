@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,17 +20,21 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.filling import empty, fill, keep_maps
+from keepwarm.runtime.filling import Experts, empty, fill, keep_maps, shapes_of
 from keepwarm.runtime.int4.formats import Format, format_of
 from keepwarm.runtime.int4.tensors import Tensors
+from keepwarm.runtime.native.block_experts import Several, Stack
 from keepwarm.runtime.native.blocks import COLUMNS, FLOATS, Blocks, can_compute
 from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import COVERED, described
-from keepwarm.runtime.native.grouped import NotMapped
+from keepwarm.runtime.native.grouped import Grouped, NotMapped
 
 log = logging.getLogger(__name__)
 
 _COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
+_RENAMED = ".block_sparse_moe.", ".mlp."  # as transformers 5 does with Mixtral's
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -90,32 +95,58 @@ def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[
     """Yield names of weights and biases with their tensors, as `filling.fill` takes them."""
     modules = dict(model.named_modules())
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in found.items():
+    for theirs, tensor in found.items():
+        name = theirs.replace(*_RENAMED)
         if module := form.module_of(name):
             parts[module][name.rpartition(".")[2]] = tensor
         elif not name.endswith(_COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             yield from _plain(name, tensor, modules)
+    experts: dict[str, dict[str, dict[int, Grouped]]] = defaultdict(lambda: defaultdict(dict))
     for module, tensors in parts.items():
-        linear = modules.get(module)
-        if type(linear) is not nn.Linear:
-            raise NotMapped(f"{module}, which is no linear layer of {type(model).__name__}")
+        expert = _EXPERT.fullmatch(module)
         try:
+            if expert is not None and (owner := modules.get(expert[1])) is not None:
+                part = _PARTS[expert[3]]
+                experts[expert[1]][part][int(expert[2])] = form.weight(shapes_of(owner)[part][1:], tensors)
+                continue
+            linear = modules.get(module)
+            if type(linear) is not nn.Linear:
+                raise NotMapped(f"{module}, which is no linear layer of {type(model).__name__}")
             yield f"{module}.weight", form.weight((linear.out_features, linear.in_features), tensors)
         except ValueError as error:
             raise UnsupportedModel(f"{folder}: {module} has {error}. Fetch the folder again") from error
+    for module, products in experts.items():
+        yield module, _stacked(folder, module, modules[module], products)
+
+
+def _stacked(folder: Path, name: str, module: Any, products: Mapping[str, Mapping[int, Grouped]]) -> Experts:
+    """Return the experts of a layer from each one's weights, by the part and the expert's number."""
+    count = int(module.num_experts)
+    for part in shapes_of(module):
+        if missing := sorted(set(range(count)) - set(products.get(part, {}))):
+            raise UnsupportedModel(
+                f"{folder} lacks the {part} of expert {missing[0]} of {name}, and {len(missing) - 1} more. Fetch the "
+                "folder again"
+            )
+    stacks = {part: Stack(Several.of([each[at] for at in range(count)])) for part, each in products.items()}
+    return Experts(**stacks)
 
 
 def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module]) -> Iterator[Any]:
     """Yield a tensor that nobody quantized: a weight in blocks if it is one of a product, else floats."""
     module, _, last = name.rpartition(".")
     owner: Any = modules.get(module)
+    if owner is not None and last in owner._buffers:  # what a router adds to its scores
+        yield name, tensor.float()
+        return
     if owner is None or last not in ("weight", "bias"):
         raise NotMapped(f"a tensor {name}")
     if getattr(owner, last, None) is None:
         if last == "weight" or tensor.any():
             raise NotMapped(f"a tensor {name}, for which the model has no place")
         return  # some tools write a bias of zeros for every module
-    if last == "bias" or not isinstance(owner, nn.Linear | nn.Embedding):
+    is_gate = isinstance(owner, nn.Linear) and owner.out_features == 1  # of a shared expert
+    if last == "bias" or is_gate or not isinstance(owner, nn.Linear | nn.Embedding):
         yield name, tensor.float()
         return
     if tensor.dtype not in FLOATS:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,10 +12,25 @@ from torch import nn
 from keepwarm.runtime.native.blocks import Blocks
 
 
+class OfExperts(Blocks):
+    """The weights of all experts."""
+
+    @property
+    def each(self) -> Sequence[Blocks]:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), len(self.each[0]), self.columns
+
+    @property
+    def is_whole(self) -> bool:
+        return all(each.is_whole for each in self.each)
+
+
 @dataclass(frozen=True)
-class Stacked(Blocks):
-    """The weights of all experts: `raw` is uint8 `[experts, out, bytes of a row]`, and whole rows of one expert lie one
-    behind the other."""
+class Stacked(OfExperts):
+    """`raw` is uint8 `[experts, out, bytes of a row]`, and whole rows of one expert lie one behind the other."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -25,20 +40,52 @@ class Stacked(Blocks):
         return Blocks(self.raw[expert], self.kind, self.columns)
 
     @property
-    def each(self) -> list[Blocks]:
+    def each(self) -> Sequence[Blocks]:
         return [self.of(expert) for expert in range(len(self.raw))]
 
     @property
     def is_whole(self) -> bool:
-        return self.raw.dim() == 3 and all(each.is_whole for each in self.each)
+        return self.raw.dim() == 3 and super().is_whole
+
+
+@dataclass(frozen=True)
+class Several(OfExperts):
+    """A weight of its own for each expert, `[out, in]`, all of one shape. `raw` is the first one's."""
+
+    weights: tuple[Blocks, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[Blocks]) -> Several:
+        return cls(weights[0].raw, weights[0].kind, weights[0].columns, tuple(weights))
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def each(self) -> Sequence[Blocks]:
+        return self.weights
+
+    @property
+    def is_whole(self) -> bool:
+        shapes = {(len(each), each.columns) for each in self.weights}
+        return len(shapes) == 1 and super().is_whole
 
 
 @dataclass(frozen=True)
 class Stack:
     """One product of all experts. `bias`: float32 `[experts, out]`."""
 
-    weight: Stacked
+    weight: OfExperts
     bias: torch.Tensor | None = None
+
+    @property
+    def module(self) -> BlockStack | LinearStack:
+        """The product as a module. Raises ValueError for biases of weights that lie apart."""
+        if isinstance(self.weight, Stacked):
+            return BlockStack(self.weight, self.bias)
+        if self.bias is not None:
+            raise ValueError("biases of experts whose weights lie apart")
+        return LinearStack(self.weight)
 
 
 class BlockStack(nn.Module):
@@ -47,11 +94,11 @@ class BlockStack(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, weight: Stacked, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.kind, self.columns = stack.weight.kind, stack.weight.columns
-        self.register_buffer("weight", stack.weight.raw)
-        self.register_buffer("bias", stack.bias)
+        self.kind, self.columns = weight.kind, weight.columns
+        self.register_buffer("weight", weight.raw)
+        self.register_buffer("bias", bias)
 
     @property
     def blocks(self) -> Stacked:
@@ -62,12 +109,28 @@ class BlockStack(nn.Module):
         return made if self.bias is None else made + self.bias[expert]
 
 
+class LinearStack(nn.ModuleList):
+    """A product of all experts, each with a weight of its own."""
+
+    bias = None
+
+    def __init__(self, weight: OfExperts) -> None:
+        super().__init__(each.linear(None) for each in weight.each)
+
+    @property
+    def blocks(self) -> Several:
+        return Several.of([each.blocks for each in self])
+
+    def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self[expert](x))
+
+
 class BlockExperts(nn.Module):
     """A layer's experts, in place of a module of transformers, which gives the activation."""
 
     def __init__(self, gate: Stack, up: Stack, down: Stack, like: Any) -> None:
         super().__init__()
-        self.gate, self.up, self.down = map(BlockStack, (gate, up, down))
+        self.gate, self.up, self.down = (each.module for each in (gate, up, down))
         self.act_fn: Callable[[torch.Tensor], torch.Tensor] | None = getattr(like, "act_fn", None)
         if self.act_fn is None:  # gpt-oss
             self.alpha, self.limit = float(like.alpha), float(like.limit)

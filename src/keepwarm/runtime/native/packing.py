@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.block_experts import Stacked
+from keepwarm.runtime.native.block_experts import OfExperts
 from keepwarm.runtime.native.blocks import IN_PARTS, Blocks, Packed
 from keepwarm.runtime.native.description import (
     Attention,
@@ -113,7 +113,7 @@ class Packing:
         return their address. If they are in blocks, pack them as quantized.h reads them; then all must be. If elements
         are packed together, they are bfloat16, and packed as twelve.h reads them."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
-            return self._in_blocks(in_blocks[0].each if isinstance(in_blocks[0], Stacked) else in_blocks)
+            return self._in_blocks(in_blocks[0].each if isinstance(in_blocks[0], OfExperts) else in_blocks)
         stacked = _stacked(weights)
         if self._deep == 1:
             return self._floating(stacked)
