@@ -37,7 +37,7 @@ def adapter(
     tensors = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in targets:
-            out, width = (len(module.weight), getattr(module, "in_features", 0))
+            out, width = (getattr(module, size, 0) for size in ("out_features", "in_features"))
             a, b = (torch.randn(shape, generator=generator) * size for shape in ((rank, width), (out, rank)))
             tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
     return saved(folder, tensors, r=rank, lora_alpha=alpha, target_modules=[*targets], **settings)

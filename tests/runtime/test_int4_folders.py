@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.adapters import adapter
 from tests.helpers.int4_folders import Folder, How, quantized, write
 
 from keepwarm import Engine
@@ -60,6 +61,24 @@ def loaded(request: pytest.FixtureRequest, folder: Write) -> tuple[Folder, Loade
     name, dtype = request.param
     made = folder(METHODS[name], family="llama" if name == "awq" else "qwen2")
     return made, load(made.path, EngineConfig.build(dtype=dtype))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_products_that_are_several_in_one(family: str, method: str, folder: Write, tmp_path: Path) -> None:
+    """Also with an adapter beside them: its parts are those of the fused product."""
+    made = folder(METHODS[method], family=family)
+    model = load(made.path, EngineConfig.build(dtype="float32"))
+    with torch.inference_mode():
+        exact = made.model(torch.tensor([some_ids()])).logits[0]
+    mine, _ = run(model, some_ids(), [])
+    assert float((mine - exact).abs().max()) < 0.05 * float(exact.abs().max())
+    targets = ("qkv_proj", "gate_up_proj") if family == "phi3" else ("gate_up_proj", "q_proj")
+    one = adapter(tmp_path / "one", model.model, targets, size=0.05)
+    with Engine.from_pretrained(made.path, dtype="float32", adapters={"one": one}) as engine:
+        ids = [token % 300 for token in some_ids()]
+        with_it, without = (engine.generate(ids, adapter=name, max_new_tokens=1, trace=True) for name in ("one", None))
+        assert with_it.logits_digest != without.logits_digest
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

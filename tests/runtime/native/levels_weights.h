@@ -37,7 +37,8 @@ int64_t (*panel_bytes)(int, int64_t);
 struct FileWeight {  // `Source` of blocks.h
     const uint8_t *raw, *scales, *zeros;
     int64_t rows, columns, group;
-    int32_t kind, layout, scale_kind, unused;
+    int32_t kind, layout, scale_kind, first;
+    int64_t across;
 };
 struct QuantPanel {  // as blocks.h has it
     const uint8_t* at;

@@ -81,7 +81,8 @@ enum Layout : int32_t { GPTQ = 0, GPTQ_2 = 1, AWQ = 2, COMPRESSED = 3 };  // of 
 struct Source {
     const uint8_t *raw, *scales, *zeros;
     int64_t rows, columns, group;
-    int32_t kind, layout, scale_kind, unused;  // the kind of scales is F16, BF16 or F32
+    int32_t kind, layout, scale_kind, first;  // the kind of scales is F16, BF16 or F32; in INT4 the rows are those from `first` on
+    int64_t across;                           // of so many rows that the tensors have
     int64_t row_bytes() const { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
 };
 
@@ -170,22 +171,23 @@ inline int code_at(const uint8_t* words, int64_t at, int i, bool awq = false) {
 
 inline int int4_code(const Source& s, int64_t n, int64_t c) {
     if (s.layout == COMPRESSED) return code_at(s.raw, n * (s.columns / 8) + c / 8, c % 8);
-    if (s.layout == AWQ) return code_at(s.raw, c * (s.rows / 8) + n / 8, n % 8, true);
-    return code_at(s.raw, c / 8 * s.rows + n, c % 8);
+    if (s.layout == AWQ) return code_at(s.raw, c * (s.across / 8) + n / 8, n % 8, true);
+    return code_at(s.raw, c / 8 * s.across + n, c % 8);
 }
 
 inline int int4_zero(const Source& s, int64_t n, int64_t g) {
     if (!s.zeros) return 8;
     if (s.layout == COMPRESSED) return code_at(s.zeros, n / 8 * (s.columns / s.group) + g, n % 8);
-    return code_at(s.zeros, g * (s.rows / 8) + n / 8, n % 8, s.layout == AWQ) + (s.layout == GPTQ);  // one less is stored
+    return code_at(s.zeros, g * (s.across / 8) + n / 8, n % 8, s.layout == AWQ) + (s.layout == GPTQ);  // one less is stored
 }
 
 inline Block read_int4(const Source& s, int64_t n, int64_t b) {
     Block to{};
     const int64_t g = b * COLUMNS / s.group;
+    n += s.first;
     for (int c = 0; c < COLUMNS; c++) to.code[c] = int4_code(s, n, b * COLUMNS + c);
     to.least[0] = int4_zero(s, n, g);
-    to.whole = number_at(s.scale_kind, s.scales, s.layout == COMPRESSED ? n * (s.columns / s.group) + g : g * s.rows + n);
+    to.whole = number_at(s.scale_kind, s.scales, s.layout == COMPRESSED ? n * (s.columns / s.group) + g : g * s.across + n);
     return to;
 }
 

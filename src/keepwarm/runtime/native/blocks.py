@@ -88,7 +88,8 @@ class Source(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("layout", ctypes.c_int32),
         ("scale_kind", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("across", ctypes.c_int64),
     )
 
 

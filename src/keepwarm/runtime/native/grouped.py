@@ -6,7 +6,8 @@ They stay as their file has them, and are read in C++ (`blocks.h`). A weight is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -33,6 +34,8 @@ class Grouped(Blocks):
     scale_kind: int
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    first: int = 0  # the rows are those from this one on
+    others: int = 0  # how many more rows the tensors have
 
     @classmethod
     def of(
@@ -71,6 +74,7 @@ class Grouped(Blocks):
         found = super().source
         found.scales, found.zeros = self.scales.data_ptr(), None if self.zeros is None else self.zeros.data_ptr()
         found.group, found.layout, found.scale_kind = self.group, self.layout, self.scale_kind
+        found.first, found.across = self.first, self.rows + self.others
         return found
 
     @property
@@ -82,16 +86,19 @@ class Grouped(Blocks):
         if row_bytes(self.source) or self.group % (self.kind - 100) or self.columns % self.group:
             return False
         groups = self.columns // self.group
-        shapes = _shapes(self.layout, self.rows, self.columns, groups)
+        shapes = _shapes(self.layout, self.rows + self.others, self.columns, groups)
         sizes = [4, 2 if self.scale_kind else 4, 4]
         needed = [rows * columns * size for (rows, columns), size in zip(shapes.values(), sizes, strict=True)]
         return [t.numel() for t in held] == needed[: len(held)]
 
     def split(self, sizes: Sequence[int]) -> tuple[Blocks, ...]:
-        raise ValueError("products in groups of 4 bits that are several in one")
+        every, starts = self.rows + self.others, accumulate([self.first, *sizes[:-1]])
+        return tuple(
+            replace(self, rows=size, first=start, others=every - size) for size, start in zip(sizes, starts, strict=True)
+        )
 
     def of_rows(self, numbers: torch.Tensor) -> Blocks:
-        raise ValueError("products in groups of 4 bits that are several in one")
+        raise ValueError("products in groups of 4 bits whose heads are several in one")
 
     def linear(self, bias: torch.Tensor | None) -> BlockLinear:
         return GroupedLinear(self, bias)

@@ -3,7 +3,7 @@ families use the functions of this file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from keepwarm.runtime.native.description import (
     Table,
     alike,
 )
+from keepwarm.runtime.native.grouped import Grouped
 
 _CHANGING = ("dynamic", "longrope")  # kinds of rotary embedding that change with the sequence's length
 _TANH = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -107,7 +108,10 @@ def split(module: Any, *sizes: int) -> tuple[Linear, ...]:
     sizes = sizes or (len(fused) // 2,) * 2
     weights = fused.split(sizes)
     biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
-    return tuple(map(Linear, weights, biases))
+    orders: Sequence[Order | None] = [None] * len(sizes)
+    if isinstance(fused, Grouped):  # its parts lie at one address
+        orders = [Order(fused, numbers) for numbers in torch.arange(len(fused)).split(sizes)]
+    return tuple(map(Linear, weights, biases, orders))
 
 
 def attention(module: Any, *, table: int | None = 0, more: float = 0.0) -> Attention:
