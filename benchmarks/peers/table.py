@@ -11,7 +11,7 @@ Times = dict[int, dict[str, float]]  # by round: "cold" (in some), "ttft" and "p
 
 
 def summary(rows: list[Row], about: dict[str, Row], prompt: int, suffix: int) -> list[Row]:
-    """One line for each peer and kind of hit, and two for the floors; `prompt` and `suffix` in tokens.
+    """One line for each peer and kind of hit, and three for the floors; `prompt` and `suffix` in tokens.
 
     Ratios are medians of those within each round: this time by that of Keepwarm's hit in RAM.
     """
@@ -73,8 +73,9 @@ def _medians(times: Times, base: Times) -> Row:
 
 
 def _floors(rows: list[Row], about: Row, prompt: int, suffix: int) -> dict[str, Times]:
-    """What the machine allows by the rates measured in each round: `bytes` (weights and KV are read once) and
-    `operations` (multiplications and additions at the speed of one large matrix product)."""
+    """What the machine allows by the rates measured in each round: `bytes` (weights and KV are read once),
+    `operations` (multiplications and additions at the speed of one large matrix product) and `sustained` (at that of
+    such products one after the other for as long as a cold prompt takes)."""
 
     def operations(tokens: int, seen: float) -> float:
         return tokens * (2.0 * about["body"] + about["attention"] * seen) + 2.0 * about["head"]
@@ -86,6 +87,7 @@ def _floors(rows: list[Row], about: Row, prompt: int, suffix: int) -> dict[str, 
     }
     amounts["bytes"]["per_token"] = amounts["bytes"]["ttft"]
     amounts["operations"]["per_token"] = operations(1, prompt)
+    amounts["sustained"] = amounts["operations"]
     machines = {row["round"]: row["machine"] for row in rows if "machine" in row}
     return {
         kind: {
