@@ -82,9 +82,7 @@ def test_cold_warm_restarted_and_batched_answers_are_equal_to_the_bit(
         same(found, asked(cold, "all", longer))
         with Batcher(engine) as batcher:
             parts = [(name, PROMPT[: 100 + 9 * i]) for i, name in enumerate((*NAMES, *NAMES))]
-            tickets = [
-                batcher.submit(prompt, adapter=name, max_new_tokens=6, trace=True) for name, prompt in parts
-            ]
+            tickets = [batcher.submit(prompt, adapter=name, max_new_tokens=6, trace=True) for name, prompt in parts]
             for ticket, (name, prompt) in zip(tickets, parts, strict=True):
                 same(ticket.result(60), asked(cold, name, prompt))
     with Engine.from_pretrained(loaded, adapters={"other": folders["all"]}, store=tmp_path) as engine:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.blocks import Blocks
+from keepwarm.runtime.native.blocks import BlockLinear, Blocks
 
 
 class OfExperts(Blocks):
@@ -119,7 +119,7 @@ class LinearStack(nn.ModuleList):
 
     @property
     def blocks(self) -> Several:
-        return Several.of([each.blocks for each in self])
+        return Several.of([cast("BlockLinear", each).blocks for each in self])
 
     def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", self[expert](x))

@@ -44,7 +44,7 @@ class Order:
     """Which outputs and inputs of a module a product has, where that is not told by where its weight lies."""
 
     weight: torch.Tensor | Blocks  # the module's own
-    outputs: torch.Tensor | None = None  # the number of each of the product's outputs in the module; None: all, in order
+    outputs: torch.Tensor | None = None  # the product's outputs by their numbers in the module; None: all, in order
     inputs: torch.Tensor | None = None  # the same of its inputs
 
 

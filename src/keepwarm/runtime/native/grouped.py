@@ -93,9 +93,8 @@ class Grouped(Blocks):
 
     def split(self, sizes: Sequence[int]) -> tuple[Blocks, ...]:
         every, starts = self.rows + self.others, accumulate([self.first, *sizes[:-1]])
-        return tuple(
-            replace(self, rows=size, first=start, others=every - size) for size, start in zip(sizes, starts, strict=True)
-        )
+        parts = zip(sizes, starts, strict=True)
+        return tuple(replace(self, rows=size, first=start, others=every - size) for size, start in parts)
 
     def of_rows(self, numbers: torch.Tensor) -> Blocks:
         raise ValueError("products in groups of 4 bits whose heads are several in one")

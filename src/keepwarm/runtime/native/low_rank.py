@@ -21,7 +21,7 @@ from keepwarm.runtime.native.structures import AdapterLayerRecord, AdaptersRecor
 
 _RANKS = 4  # as in adapters.h: ranks whose sums are taken at once
 _SUMMED = 1024  # as in adapters.h: columns that are summed apart
-_READS, _GATES = "reads", "gates"  # of a layer's first part: its first products, one under the other, and attention's gate
+_READS, _GATES = "reads", "gates"  # a layer's first products, one under the other, and attention's gate
 _ROWS = {"o": ("out",), "mlp": ("gate", "up"), "down": ("last",)}  # the other weights, by what they read
 
 
@@ -151,7 +151,8 @@ class PackedLora:
         if not inputs:
             return {}
         lows = [changes[module] for module in inputs]
-        weight = torch.cat([low.a if at is None else low.a[:, at] for low, at in zip(lows, inputs.values(), strict=True)])
+        ordered = zip(lows, inputs.values(), strict=True)
+        weight = torch.cat([low.a if at is None else low.a[:, at] for low, at in ordered])
         scale = torch.cat([torch.full((len(low.a),), low.scale) for low in lows])
         more = -len(weight) % _RANKS
         weight, scale = nn.functional.pad(weight, (0, 0, 0, more)), nn.functional.pad(scale, (0, more))
