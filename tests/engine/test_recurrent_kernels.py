@@ -192,11 +192,9 @@ def test_a_step_that_does_not_follow_the_state_is_refused(engine: Callable[..., 
     pool.release(arena)
 
 
-def test_chunks_and_adapters_are_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_chunks_are_refused(model: Any, tokenizer: Any) -> None:
     with pytest.raises(UnsupportedModel, match="recurrent state"):
         Engine.from_pretrained((model, tokenizer), reuse="chunks")
-    with Engine.from_pretrained((model, tokenizer)) as one, pytest.raises(UnsupportedModel, match="recurrent state"):
-        one.adapters.load("some", tmp_path)
 
 
 def test_with_few_snapshots_one_stands_at_the_end_of_what_others_share(engine: Callable[..., Engine]) -> None:

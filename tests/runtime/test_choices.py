@@ -18,7 +18,7 @@ from transformers import TopPLogitsWarper
 from keepwarm import Batcher, Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Decoding
-from keepwarm.runtime import device
+from keepwarm.runtime import device, sampling
 from keepwarm.runtime.sampling import Nucleus, Sampler, fetched
 from keepwarm.testing.device import AdversarialPort
 
@@ -32,6 +32,17 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture
+def by_multinomial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host draws as devices do, and as torch does: a number for every token."""
+
+    def draw(shares: torch.Tensor, generator: torch.Generator | None) -> int:
+        return int(torch.multinomial(shares, 1, generator=generator))
+
+    monkeypatch.setattr(sampling, "drawn", draw)
+
+
+@pytest.mark.usefixtures("by_multinomial")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: ", ".join(choice) or "greedy")
 def test_a_device_chooses_what_the_host_does(choice: dict[str, Any]) -> None:
     rows = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)).bfloat16()  # has equal ones
@@ -104,6 +115,7 @@ def asked(number: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.usefixtures("by_multinomial")
 def test_answers_off_the_host_are_those_on_it(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     """Alone and in a batch, with a form to keep to and with log-probabilities; and no id is brought to the device but
     the prompt's."""

@@ -15,7 +15,7 @@ from tests.helpers.models import tiny
 from keepwarm import Batcher, Engine
 from keepwarm.core.request import Decoding
 from keepwarm.errors import ConfigError, PromptTooLong
-from keepwarm.runtime.sampling import drawn
+from keepwarm.runtime.sampling import token_at
 
 PROMPT = "One, two, three, four, five, six, seven."
 
@@ -146,7 +146,7 @@ def test_a_drawn_token_is_the_one_at_its_point(few: list[float], count: int, poi
     shares = torch.tensor((few * count)[:count], dtype=torch.float32)
     shares[count // 2] += 1e-3
     shares /= shares.sum()
-    token = drawn(shares, point)
+    token = token_at(shares, point)
     assert shares[token] > 0
     ends = shares.double().cumsum(0)
     at, begin = point * float(ends[-1]), float(ends[token]) - float(shares[token])
@@ -156,7 +156,7 @@ def test_a_drawn_token_is_the_one_at_its_point(few: list[float], count: int, poi
 def test_tokens_are_drawn_as_often_as_their_shares_say() -> None:
     shares = torch.tensor([0.5, 0.0, 0.25, 0.25])
     points = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1].tolist()
-    assert Counter(drawn(shares, point) for point in points) == {0: 2000, 2: 1000, 3: 1000}
+    assert Counter(token_at(shares, point) for point in points) == {0: 2000, 2: 1000, 3: 1000}
 
 
 def test_what_is_no_number_is_refused(tokenizer: Any) -> None:

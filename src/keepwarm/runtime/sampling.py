@@ -103,12 +103,16 @@ def fetched(chosen: Sequence[int | torch.Tensor]) -> list[Choice]:
     return [Choice(next(tokens), each) if isinstance(each, torch.Tensor) else Choice(each) for each in chosen]
 
 
-def drawn(shares: torch.Tensor, point: float) -> int:
-    """Return the token at a `point`, in [0, 1), of the shares `[vocab]`, float32, one behind the other; `_NONE` if some
-    are no numbers.
+def drawn(shares: torch.Tensor, generator: torch.Generator | None) -> int:
+    """Draw a token by its share, on the host; `_NONE` if some shares are no numbers.
 
     `torch.multinomial` draws a number for every token, which takes a tenth of the time of a small model's step.
     """
+    return token_at(shares, float(torch.rand((), dtype=torch.float64, generator=generator)))
+
+
+def token_at(shares: torch.Tensor, point: float) -> int:
+    """Return the token at a `point`, in [0, 1), of the shares `[vocab]`, float32, one behind the other."""
     blocks = nn.functional.pad(shares, (0, -len(shares) % _BLOCK)).view(-1, _BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=0)
     if not ends[-1].isfinite():
@@ -195,8 +199,7 @@ class Sampler:
         if self._greedy:
             token = scores.argmax(dim=-1)
         elif self._port.is_host:
-            point = torch.rand((), dtype=torch.float64, generator=self._generator)
-            token = torch.tensor([drawn(scores[0].softmax(dim=-1), float(point))])
+            token = torch.tensor([drawn(scores[0].softmax(dim=-1), self._generator)])
         else:  # what multinomial does, but for its look at the numbers, which waits for the device
             shares = scores.softmax(dim=-1)
             times = torch.empty_like(shares).exponential_(generator=self._generator)
