@@ -106,14 +106,51 @@ def test_experts_run_on_the_kernels(family: str, method: str, folder: Write) -> 
     assert float((mine - exact).abs().mean(-1).median()) < 0.02 * float(exact.abs().max())
 
 
+def copied(source: str, target: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Have an expert's tensors under other names, too."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if source in name]:
+            tensors[name.replace(source, target)] = tensors[name].clone()
+
+    return change
+
+
 def without_one(tensors: dict[str, torch.Tensor]) -> None:
     for name in [name for name in tensors if ".experts.3.up_proj." in name]:
         del tensors[name]
 
 
-def test_a_folder_that_lacks_an_expert_is_refused(folder: Write) -> None:
-    made = folder(family="qwen3-moe", config=EXPERTS["qwen3-moe"], changed=without_one)
-    with pytest.raises(UnsupportedModel, match=r"lacks the up of expert 3 of model\.layers\.0\.mlp\.experts"):
+@pytest.mark.parametrize(
+    ("family", "changed", "words"),
+    [
+        ("qwen3-moe", without_one, r"layers\.0\.mlp\.experts has 39 .* up; expected 40\. Expert 3 is missing"),
+        ("qwen3-moe", copied(".experts.0.", ".experts.40."), r"expected 40\. Expert 40 is one too many"),
+        ("qwen3-moe", copied(".experts.0.up_proj.", ".experts.0.w3."), "w3 has the up of an expert that is there"),
+        ("mixtral", copied(".mlp.gate.", ".block_sparse_moe.gate."), r"gate\.weight twice"),
+        ("mixtral", copied(".block_sparse_moe.experts.0.w1.", ".mlp.experts.0.w1."), "twice"),
+    ],
+)
+def test_experts_that_are_missing_or_there_twice_are_refused(
+    family: str, changed: Callable[[dict[str, torch.Tensor]], None], words: str, folder: Write
+) -> None:
+    made = folder(family=family, config=EXPERTS[family], changed=changed)
+    with pytest.raises(UnsupportedModel, match=words):
+        load(made.path, EngineConfig.build(dtype="float32"))
+
+
+def test_experts_biases_of_zeros_are_passed_over(folder: Write) -> None:
+    def more(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name and name.endswith(".qweight")]:
+            tensors[name.replace("qweight", "bias")] = torch.zeros(4, dtype=torch.float16)
+
+    made = folder(family="qwen3-moe", config=EXPERTS["qwen3-moe"], changed=more)
+    assert load(made.path, EngineConfig.build(dtype="float32")).runner.lean is not None
+
+
+def test_groups_that_the_configuration_does_not_know_are_refused(folder: Write) -> None:
+    made = folder(How("gptq", 64), quantization={"group_size": 128})
+    with pytest.raises(UnsupportedModel, match="groups of 64 columns; its configuration says 128"):
         load(made.path, EngineConfig.build(dtype="float32"))
 
 

@@ -88,6 +88,10 @@ def nearly_the_same(weight: torch.Tensor, row: int) -> None:
     weight[row, ::16] *= 0.99
 
 
+def overflowing(weight: torch.Tensor, row: int) -> None:
+    weight[row] = torch.tensor([3e38, 0, -3e38, 0], dtype=weight.dtype).repeat(weight.shape[1] // 4)
+
+
 @pytest.mark.parametrize(
     "spoil",
     {
@@ -96,6 +100,7 @@ def nearly_the_same(weight: torch.Tensor, row: int) -> None:
         "none": times(0),
         "no number": times(float("nan")),
         "without end": times(float("inf")),
+        "sums that overflow on the way": overflowing,
         "equal ones": same_as_best,
         "nearly equal ones": nearly_the_same,
     }.items(),

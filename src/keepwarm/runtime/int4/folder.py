@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 _COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
 _RENAMED = ".block_sparse_moe.", ".mlp."  # as transformers 5 does with Mixtral's
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]*)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_Products = dict[str, dict[int, Grouped]]  # of a layer's experts: by part and number
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -95,64 +96,73 @@ def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[
     """Yield names of weights and biases with their tensors, as `filling.fill` takes them."""
     modules = dict(model.named_modules())
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    told: dict[str, str] = {}  # what the folder calls a module
+    seen: set[str] = set()
     for theirs, tensor in found.items():
         name = theirs.replace(*_RENAMED)
+        if name in seen:
+            raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
+        seen.add(name)
         if module := form.module_of(name):
+            told[module] = theirs.rpartition(".")[0]
             parts[module][name.rpartition(".")[2]] = tensor
         elif not name.endswith(_COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
-            yield from _plain(name, tensor, modules)
-    experts: dict[str, dict[str, dict[int, Grouped]]] = defaultdict(lambda: defaultdict(dict))
+            yield from _plain(name, tensor, modules, theirs)
+    experts: dict[str, _Products] = defaultdict(lambda: defaultdict(dict))
     for module, tensors in parts.items():
-        expert = _EXPERT.fullmatch(module)
         try:
-            if expert is not None and (owner := modules.get(expert[1])) is not None:
-                part = _PARTS[expert[3]]
-                experts[expert[1]][part][int(expert[2])] = form.weight(shapes_of(owner)[part][1:], tensors)
+            if (expert := _EXPERT.fullmatch(module)) is not None:
+                owner, part, number = modules.get(expert[1]), _PARTS[expert[3]], int(expert[2])
+                if not hasattr(owner, "num_experts"):
+                    raise NotMapped(f"{told[module]}, which is no expert of {type(model).__name__}")
+                if number in experts[expert[1]][part]:
+                    raise ValueError(f"the {part} of an expert that is there under another name")
+                experts[expert[1]][part][number] = form.weight(shapes_of(owner)[part][1:], tensors)
                 continue
             linear = modules.get(module)
             if type(linear) is not nn.Linear:
-                raise NotMapped(f"{module}, which is no linear layer of {type(model).__name__}")
+                raise NotMapped(f"{told[module]}, which is no linear layer of {type(model).__name__}")
             yield f"{module}.weight", form.weight((linear.out_features, linear.in_features), tensors)
         except ValueError as error:
-            raise UnsupportedModel(f"{folder}: {module} has {error}. Fetch the folder again") from error
+            raise UnsupportedModel(f"{folder}: {told[module]} has {error}. Fetch the folder again") from error
     for module, products in experts.items():
         yield module, _stacked(folder, module, modules[module], products)
 
 
-def _stacked(folder: Path, name: str, module: Any, products: Mapping[str, Mapping[int, Grouped]]) -> Experts:
+def _stacked(folder: Path, name: str, module: Any, products: _Products) -> Experts:
     """Return the experts of a layer from each one's weights, by the part and the expert's number."""
-    count = int(module.num_experts)
+    numbers = set(range(int(module.num_experts)))
     for part in shapes_of(module):
-        if missing := sorted(set(range(count)) - set(products.get(part, {}))):
+        if wrong := sorted(numbers ^ set(products[part])):
             raise UnsupportedModel(
-                f"{folder} lacks the {part} of expert {missing[0]} of {name}, and {len(missing) - 1} more. Fetch the "
-                "folder again"
+                f"{folder}: {name} has {len(products[part])} weights of its experts' {part}; expected {len(numbers)}. "
+                f"Expert {wrong[0]} is {'missing' if wrong[0] in numbers else 'one too many'}. Fetch the folder again"
             )
-    stacks = {part: Stack(Several.of([each[at] for at in range(count)])) for part, each in products.items()}
-    return Experts(**stacks)
+    return Experts(**{part: Stack(Several.of([each[at] for at in sorted(each)])) for part, each in products.items()})
 
 
-def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module]) -> Iterator[Any]:
-    """Yield a tensor that nobody quantized: a weight in blocks if it is one of a product, else floats."""
+def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module], theirs: str) -> Iterator[Any]:
+    """Yield a tensor that nobody quantized, `theirs` in the folder: a weight in blocks if it is one of a product, else
+    floats."""
     module, _, last = name.rpartition(".")
     owner: Any = modules.get(module)
     if owner is not None and last in owner._buffers:  # what a router adds to its scores
         yield name, tensor.float()
         return
-    if owner is None or last not in ("weight", "bias"):
-        raise NotMapped(f"a tensor {name}")
-    if getattr(owner, last, None) is None:
-        if last == "weight" or tensor.any():
-            raise NotMapped(f"a tensor {name}, for which the model has no place")
+    if last == "bias" and not tensor.any() and (_EXPERT.fullmatch(module) or getattr(owner, last, tensor) is None):
         return  # some tools write a bias of zeros for every module
+    if owner is None or last not in ("weight", "bias"):
+        raise NotMapped(f"a tensor {theirs}")
+    if getattr(owner, last, None) is None:
+        raise NotMapped(f"a tensor {theirs}, for which the model has no place")
     is_gate = isinstance(owner, nn.Linear) and owner.out_features == 1  # of a shared expert
     if last == "bias" or is_gate or not isinstance(owner, nn.Linear | nn.Embedding):
         yield name, tensor.float()
         return
     if tensor.dtype not in FLOATS:
-        raise NotMapped(f"{name} in {tensor.dtype}, beside weights of 4 bits")
+        raise NotMapped(f"{theirs} in {tensor.dtype}, beside weights of 4 bits")
     if tensor.dim() != 2 or tensor.shape[1] % COLUMNS:
-        raise NotMapped(f"{name} of the shape {list(tensor.shape)}")
+        raise NotMapped(f"{theirs} of the shape {list(tensor.shape)}")
     yield name, Blocks(tensor.view(torch.uint8), FLOATS[tensor.dtype], tensor.shape[1])
 
 

@@ -25,6 +25,7 @@ class Format:
     scales: str
     zeros: str
     needs_zeros: bool
+    group: int = 0  # columns that share a scale, as the settings say; -1: all; 0: not told, or differing
 
     def module_of(self, name: str) -> str:
         """Return the module of a tensor if it is one of a quantized weight; else an empty text."""
@@ -41,6 +42,8 @@ class Format:
         if told is not None and told.tolist() != list(shape):
             raise ValueError(f"a weight_shape of {told.tolist()}; expected {list(shape)}")
         weight = Grouped.of(self.layout, shape, found[self.codes], found[self.scales], found.get(self.zeros))
+        if self.group and weight.group != (shape[1] if self.group < 0 else self.group):
+            raise ValueError(f"scales of groups of {weight.group} columns; its configuration says {self.group}")
         order = found.get("g_idx", found.get("weight_g_idx"))
         if order is not None and not torch.equal(order.long(), torch.arange(shape[1]) // weight.group):
             raise NotMapped("columns that are reordered (desc_act)")
@@ -62,14 +65,16 @@ def _gptq(settings: Settings) -> Format:
         raise NotMapped("columns that are reordered (desc_act)")
     if settings.get("dynamic"):
         raise NotMapped("modules with settings of their own (dynamic)")
-    return Format(_GPTQ_VERSIONS[version], "qweight", "scales", "qzeros", needs_zeros=True)
+    group = int(settings.get("group_size") or 0)
+    return Format(_GPTQ_VERSIONS[version], "qweight", "scales", "qzeros", needs_zeros=True, group=group)
 
 
 def _awq(settings: Settings) -> Format:
     _expect("bits", settings.get("bits", settings.get("w_bit")), [4])
     _expect("version", str(settings.get("version") or settings.get("format") or "gemm").lower(), ["gemm"])
     _expect("zero_point", settings.get("zero_point", True), [True])
-    return Format(AWQ, "qweight", "scales", "qzeros", needs_zeros=True)
+    group = int(settings.get("group_size") or settings.get("q_group_size") or 0)
+    return Format(AWQ, "qweight", "scales", "qzeros", needs_zeros=True, group=group)
 
 
 def _compressed(settings: Settings) -> Format:
@@ -88,7 +93,9 @@ def _compressed(settings: Settings) -> Format:
     _expect("sparsity_config", (settings.get("sparsity_config") or {}).get("format", "dense"), ["dense"])
     symmetric = [each.get("symmetric", True) for each in weights]
     needs_zeros = bool(symmetric) and not any(symmetric)
-    return Format(COMPRESSED, "weight_packed", "weight_scale", "weight_zero_point", needs_zeros)
+    sizes = {-1 if each.get("strategy") == "channel" else int(each.get("group_size") or 0) for each in weights}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return Format(COMPRESSED, "weight_packed", "weight_scale", "weight_zero_point", needs_zeros, size)
 
 
 def _expect(name: str, found: object, expected: Iterable[object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.blocks import BlockLinear, Blocks
+from keepwarm.runtime.native.blocks import BlockLinear, Blocks, Source
 
 
 class OfExperts(Blocks):
@@ -18,6 +18,10 @@ class OfExperts(Blocks):
     @property
     def each(self) -> Sequence[Blocks]:
         raise NotImplementedError
+
+    @property
+    def source(self) -> Source:
+        raise TypeError("experts have a weight each")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -114,7 +114,8 @@ class LeanDecoder:
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
-        head = packing.head(parts.head)
+        ordered = parts.logit > 0 and not parts.logit_cap  # as in screen.h
+        head = packing.head(parts.head, in_parts=ordered)
         self._screening = Screening(head.most)
         return ModelRecord(
             layers=len(parts.layers),

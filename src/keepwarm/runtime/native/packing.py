@@ -120,11 +120,11 @@ class Packing:
         self._held.append(Panels(stacked.detach(), self._deep, self._memory))
         return int(self._held[-1].address)
 
-    def head(self, weight: torch.Tensor | Blocks) -> Head:
-        """Pack a head as `packed` does, in two parts if its kind has that."""
-        if isinstance(weight, Blocks):
-            return Head(self.packed(weight.in_parts), None, 1 / 4 if weight.kind in IN_PARTS else 0.0)
-        if self._deep == 1:
+    def head(self, weight: torch.Tensor | Blocks, *, in_parts: bool) -> Head:
+        """Pack a head as `packed` does; `in_parts` if its kind has two parts."""
+        if in_parts and isinstance(weight, Blocks) and weight.kind in IN_PARTS:
+            return Head(self.packed(weight.in_parts), None, 1 / 4)
+        if not in_parts or isinstance(weight, Blocks) or self._deep == 1:
             return Head(self.packed(weight), None, 0.0)
         panels = Panels(weight.detach(), self._deep, self._memory, in_parts=True)
         self._held.append(panels)

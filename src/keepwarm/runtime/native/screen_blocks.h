@@ -92,7 +92,9 @@ public:
     int estimate(int column, int, Take take) const {
         Vec sums[SCREENED], wrong[SCREENED];
         upper_sums<KIND>(x, rows, known, panels[column / LANES], sums, wrong);
-        for (int row = 0; row < rows; row++) take(row, column, sums[row], fma(wrong[row], slack, sums[row]));
+        const Vec large = splat(1e30f), unbounded = splat(std::numeric_limits<float>::infinity());  // sums may overflow on the way
+        for (int row = 0; row < rows; row++)
+            take(row, column, sums[row], pick(wrong[row] > large, unbounded, fma(wrong[row], slack, sums[row])));
         return column + LANES;
     }
 

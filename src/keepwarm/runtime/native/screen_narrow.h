@@ -35,7 +35,7 @@ public:
             store(each, x.get(row, c));
             for (const float value : each) sum += (double)value * value;
         }
-        norms[row] = (float)(std::sqrt(sum) * (1 + 1e-6));
+        norms[row] = sum < LARGE * LARGE ? (float)(std::sqrt(sum) * (1 + 1e-6)) : std::numeric_limits<float>::infinity();
     }
 
     template <class Take>

@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <vector>
 
 #include "vectors.h"
@@ -115,6 +116,7 @@ inline WeightPanel pack_twelve(const WeightMatrix& m, const UpperBytes& upper, i
     return made;
 }
 
+constexpr double LARGE = 1e18;  // sums of products of smaller norms do not overflow
 constexpr uint16_t MIDDLE = 8;  // stands for the lower four bits where only the first part is read
 
 // Sets errors[r] so that a row of x times its weights is off by at most errors[r] |x|, by their norms (Cauchy-Schwarz), if
@@ -130,7 +132,9 @@ inline void bound_errors(const WeightMatrix& m, int64_t panel, float* errors) {
             std::memcpy(&weight, &wide[0], sizeof weight), std::memcpy(&estimate, &wide[1], sizeof estimate);
             wrong += ((double)weight - estimate) * ((double)weight - estimate), norm += (double)estimate * estimate;
         }
-        errors[r] = (float)((std::sqrt(wrong) + std::sqrt(norm) * m.across * 0x1p-20) * (1 + 1e-6));
+        // With larger weights, a sum may overflow on the way, so that nothing bounds it.
+        errors[r] = norm < LARGE * LARGE ? (float)((std::sqrt(wrong) + std::sqrt(norm) * m.across * 0x1p-20) * (1 + 1e-6))
+                                         : std::numeric_limits<float>::infinity();
     }
 }
 
