@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.every_model import make
 
+from keepwarm.runtime import probe as probing
 from keepwarm.runtime.arena.form import LayerForm
 from keepwarm.runtime.probe import Kept, checked, probe
 from keepwarm.runtime.runner import Runner
@@ -86,3 +87,20 @@ def test_index_keys_are_a_third_tensor() -> None:
     kept = found(make("deepseek_v32"))
     assert not kept.uncached_reason
     assert all(form.index_keys is not None for form in kept.form.each)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_are_chosen_otherwise_are_no_difference(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, if most prompts agree; a model that goes on wrongly differs on all of them."""
+    model = make("qwen3_moe").to(torch.bfloat16)
+    real, tried = probing._logits, []
+
+    def logits(runner: Runner, kept: Kept, tokens: Any, ends: Any, **more: Any) -> torch.Tensor:
+        found = real(runner, kept, tokens, ends, **more)
+        tried.append(int(tokens[1]))
+        return found.roll(1) if len(ends) > 2 and (wrong or tried[0] == tried[-1]) else found
+
+    monkeypatch.setattr(probing, "_logits", logits)
+    reason = found(model).uncached_reason
+    assert len(set(tried)) > 1
+    assert ("in parts differ" in str(reason)) == wrong

@@ -79,6 +79,12 @@ def _check(settings: Mapping[str, Any], folder: Path) -> None:
     where, kind = folder / CONFIG, settings.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{where}: expected peft_type 'LORA', got {kind!r}. Merge the adapter into a model's folder")
+    if settings.get("target_parameters"):  # PEFT also writes it for `target_modules` of experts
+        raise ConfigError(
+            f"{where}: target_parameters is {_short(settings['target_parameters'])}, so it adapts experts, or other "
+            "weights that are no module's own, and the kernels add nothing to these. Train without them, or merge the "
+            "adapter into a model's folder"
+        )
     for name, value in settings.items():
         if name not in _READ and name not in _HARMLESS and value not in _WITHOUT:
             raise ConfigError(

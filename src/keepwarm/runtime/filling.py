@@ -60,7 +60,8 @@ def fill(path: Path, model: PreTrainedModel, found: Tensors, dtype: torch.dtype)
             model.get_output_embeddings().weight = table.weight
     missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
     if missing:
-        raise UnsupportedModel(f"{path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise UnsupportedModel(f"{path} lacks {missing[0]}{more} of {type(model).__name__}. Fetch it again")
 
 
 def packed(model: PreTrainedModel) -> bool:

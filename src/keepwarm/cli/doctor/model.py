@@ -39,7 +39,7 @@ def named(name: str, settings: EngineConfig) -> Finding:
     config = folder / "config.json" if folder is not None else cached_config(name)
     if config is None:
         cure = "the first use downloads it from the hub; HF_TOKEN is needed for private ones"
-        return Finding("model", "warn", f"{name} was not downloaded yet", cure)
+        return Finding("model", "warn", f"{name} was not downloaded yet, and no folder is called that", cure)
     if folder is None and (lacking := missing_weights(config.parent)):  # a download that was broken off
         return Finding("model", "warn", f"{name}: {lacking}", "the first use downloads the rest from the hub")
     return _configured(name, config, settings)
@@ -79,12 +79,27 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
         config = json.loads(file.read_text(encoding="utf-8"))
         if lacking := missing_weights(file.parent):
             return Finding("model", "fail", f"{file.parent}: {lacking}", "download or save the model again")
-        told = _geometry(config, settings)
+        told = f"{_geometry(config, settings)}{_in_4_bits(config)}"
     except (OSError, ValueError, KeyError) as error:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")
     return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
+
+
+def _in_4_bits(config: Mapping[str, Any]) -> str:
+    """Say whether the kernels have a form for weights that are quantized."""
+    if not isinstance(quantized := config.get("quantization_config"), dict):
+        return ""
+    from keepwarm.runtime.int4.formats import format_of  # imports torch
+    from keepwarm.runtime.native.grouped import NotMapped
+
+    method = quantized.get("quant_method")
+    try:
+        known = format_of(quantized) is not None
+    except NotMapped as reason:
+        return f"; its weights ({method}) run through transformers: {reason}"
+    return f"; its weights in 4 bits ({method}) run on the kernels on the CPU, if they have its class" if known else ""
 
 
 def _geometry(config: Mapping[str, Any], settings: EngineConfig) -> str:
@@ -108,7 +123,8 @@ def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
             model = engine.pipeline.model
             why, lean = model.uncached_reason, model.runner.lean
     except (ModelError, ConfigError) as error:
-        return Finding("model", "fail", str(error), "name another one with --model; docs/models.md lists the classes")
+        cure = "see the message, or name another one with --model; docs/models.md lists the classes"
+        return Finding("model", "fail", str(error), cure)
     except KeepwarmError as error:
         return Finding("model", "fail", str(error), "see the message")
     if why:

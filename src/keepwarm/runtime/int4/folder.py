@@ -109,12 +109,14 @@ def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[
         elif not name.endswith(_COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             yield from _plain(name, tensor, modules, theirs)
     experts: dict[str, _Products] = defaultdict(lambda: defaultdict(dict))
+    theirs_of: dict[str, str] = {}  # what the folder calls experts
     for module, tensors in parts.items():
         try:
             if (expert := _EXPERT.fullmatch(module)) is not None:
                 owner, part, number = modules.get(expert[1]), _PARTS[expert[3]], int(expert[2])
                 if not hasattr(owner, "num_experts"):
                     raise NotMapped(f"{told[module]}, which is no expert of {type(model).__name__}")
+                theirs_of[expert[1]] = told[module].rsplit(".", 2)[0]
                 if number in experts[expert[1]][part]:
                     raise ValueError(f"the {part} of an expert that is there under another name")
                 experts[expert[1]][part][number] = form.weight(shapes_of(owner)[part][1:], tensors)
@@ -126,7 +128,7 @@ def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[
         except ValueError as error:
             raise UnsupportedModel(f"{folder}: {told[module]} has {error}. Fetch the folder again") from error
     for module, products in experts.items():
-        yield module, _stacked(folder, module, modules[module], products)
+        yield module, _stacked(folder, theirs_of[module], modules[module], products)
 
 
 def _stacked(folder: Path, name: str, module: Any, products: _Products) -> Experts:
