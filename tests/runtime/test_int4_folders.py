@@ -267,7 +267,7 @@ def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(folder: Write, how
     assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "starcoder2", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "starcoder2"])
 def test_families_and_tied_heads(folder: Write, family: str) -> None:
     made = folder(METHODS["awq"], family=family, config={"tie_word_embeddings": True})
     model = load(made.path, EngineConfig.build(dtype="float32"))
@@ -276,6 +276,16 @@ def test_families_and_tied_heads(folder: Write, family: str) -> None:
         exact = made.model(torch.tensor([some_ids()])).logits[0]
     mine, _ = run(model, some_ids(), [])
     assert float((mine - exact).abs().max()) < 0.05 * float(exact.abs().max())
+
+
+def test_short_convolutions(folder: Write, tmp_path: Path) -> None:
+    made = folder(METHODS["gptq"], family="lfm2")
+    ids = [token % 300 for token in some_ids()]
+    with Engine.from_pretrained(made.path, store=tmp_path) as engine:
+        assert engine.pipeline.model.runner.lean is not None
+        cold, warm = (engine.generate(ids, max_new_tokens=2, trace=True) for _ in range(2))
+        assert (cold.cached_tokens, warm.cached_tokens, warm.exactness) == (0, len(ids) - 1, "exact")
+        assert warm.logits_digest == cold.logits_digest
 
 
 def test_content_is_the_identity_not_the_name(folder: Write) -> None:

@@ -85,7 +85,7 @@ def test_openai(of_openai: Any) -> None:
     def calls(seed: int) -> list[Any]:
         return list(of_openai.chat.completions.create(**asked, seed=seed).choices[0].message.tool_calls)
 
-    goes_on = next(seed for seed in range(80) if len(calls(seed)) > 1)
+    goes_on = next(seed for seed in range(200, 1000) if len(calls(seed)) > 1)  # one in a hundred and fifty does
     for seed in (goes_on, *SEEDS):
         one = asked | {"seed": seed, "parallel_tool_calls": False}
         choice = of_openai.chat.completions.create(**one).choices[0]
