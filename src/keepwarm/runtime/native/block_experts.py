@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,12 +13,13 @@ from torch import nn
 from keepwarm.runtime.native.blocks import BlockLinear, Blocks, Source
 
 
-class OfExperts(Blocks):
+class OfExperts(Blocks, ABC):
     """The weights of all experts."""
 
     @property
+    @abstractmethod
     def each(self) -> Sequence[Blocks]:
-        raise NotImplementedError
+        """Each expert's weight, by its number."""
 
     @property
     def source(self) -> Source:
