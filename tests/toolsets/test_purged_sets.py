@@ -57,6 +57,22 @@ def test_a_purge_takes_a_salts_sets_and_no_others(tmp_path: Path) -> None:
     assert registry.all_names() == ()
 
 
+def test_a_set_that_goes_while_they_are_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, names = Registry(tmp_path), Registry.names
+    for salt in ("mine", None):
+        registry.register(tools("a"), name="set", salt=salt)
+    assert {name: version.names for name, version in registry.latest().items()} == {"set": ("a",)}
+
+    def purged_behind(one: Registry, salt: str | None = None) -> tuple[str, ...]:
+        found = names(one, salt)
+        purge(tmp_path, "mine")
+        return found
+
+    monkeypatch.setattr(Registry, "names", purged_behind)
+    assert registry.latest("mine") == {}
+    assert list(registry.latest()) == ["set"]
+
+
 @pytest.mark.parametrize("state", ["set aside", "damaged", "of another name", "half written"])
 def test_what_nobody_knows_the_owner_of_goes_with_any_purge(tmp_path: Path, state: str) -> None:
     registry = Registry(tmp_path)

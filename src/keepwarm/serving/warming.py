@@ -56,7 +56,7 @@ def latest(engine: Engine, most: int) -> Iterator[Callable[[], None]]:
     left out if RAM has no room for it beside those before it."""
     archive = engine.pipeline.archive
     found = archive.contents.headers(engine.pipeline.model.namespace().describe())
-    sets = {name: engine.tool_sets.registry.get(name) for name in engine.tool_sets.names()}
+    sets = engine.tool_sets.registry.latest()
     times = {name: version.created for name, version in sets.items()}
     times |= {name: header.last_used for header in reversed(found) for name in header.names if name in sets}
     work: list[tuple[float, int, Callable[[], None]]] = [

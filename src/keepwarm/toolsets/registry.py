@@ -145,6 +145,12 @@ class Registry:
         tag = _tag(salt)
         return tuple(sorted(name for name, other in self._all() if other == tag))
 
+    def latest(self, salt: str | None = None) -> dict[str, Version]:
+        """Return the newest version of every set under a salt (None: under none), sorted by name. A set that is removed
+        or found damaged meanwhile is left out."""
+        found = ((name, self.versions(name, salt)) for name in self.names(salt))
+        return {name: versions[-1] for name, versions in found if versions}
+
     def all_names(self) -> tuple[str, ...]:
         """Return the names of all sets of all salts, sorted."""
         return tuple(sorted(name for name, _ in self._all()))

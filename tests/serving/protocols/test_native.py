@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
@@ -50,6 +51,18 @@ def test_a_set_is_compiled_loaded_extended_and_removed(http: httpx.Client) -> No
     assert http.get("/tools/trip").status_code == 404
     assert register(http, "trip")["status"] == "compiled"
     assert len(http.delete("/tools").json()["removed"]) == 1
+
+
+def test_sets_are_listed_and_removed_while_others_remove_them(http: httpx.Client) -> None:
+    """The web page asks for them all the time: whoever purges or lists at that moment is answered."""
+    asked = [("POST", "/v1/cache/purge"), ("DELETE", "/tools"), ("GET", "/tools"), ("GET", "/status")] * 4
+    for _ in range(3):
+        for name in ("one", "two", "three", "four", "five", "six"):
+            register(http, name)
+        with ThreadPoolExecutor(len(asked)) as several:
+            answers = list(several.map(lambda each: http.request(*each), asked))
+        assert [answer.text for answer in answers if answer.status_code != 200] == []
+        assert http.get("/tools").json() == []
 
 
 def test_a_set_keeps_the_order_in_which_it_was_registered(http: httpx.Client) -> None:

@@ -173,8 +173,9 @@ async def remove_all(
 
     def work() -> dict[str, Any]:
         engine = service.engine
-        names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
-        return {"removed": [sets.remove(engine, caller, one, service.remove_run) for one in names]}
+        if name is None:
+            return {"removed": sets.remove_all(engine, caller, service.remove_run)}
+        return {"removed": [sets.remove(engine, caller, name, service.remove_run)]}
 
     return await service.managed(caller, work)
 

@@ -78,9 +78,8 @@ def register(
 def listed(engine: Engine, caller: Caller) -> list[dict[str, Any]]:
     """The tenant's sets."""
     found = []
-    for owned in engine.tool_sets.names(caller.salt):
+    for owned, version in engine.tool_sets.registry.latest(caller.salt).items():
         if (name := caller.shown(owned)) is not None:
-            version = engine.tool_sets.get(owned, salt=caller.salt).version
             found.append({
                 "name": name,
                 "version": version.number,
@@ -101,7 +100,15 @@ def get(engine: Engine, caller: Caller, name: str, version: int | None = None) -
 def remove(engine: Engine, caller: Caller, name: str, remove_run: Callable[[str], int]) -> dict[str, Any]:
     """Forget a set, and the KV that only it needs: `remove_run` removes a run and what continues it, and returns how
     many these were. Raises ApiError for an unknown set."""
-    owned = _known(engine, caller, name).name
+    return _removed(engine, caller, _known(engine, caller, name).name, remove_run)
+
+
+def remove_all(engine: Engine, caller: Caller, remove_run: Callable[[str], int]) -> list[dict[str, Any]]:
+    """Forget each of the tenant's sets as `remove` does. Another request may remove one at the same time."""
+    return [_removed(engine, caller, caller.owned(one["name"]), remove_run) for one in listed(engine, caller)]
+
+
+def _removed(engine: Engine, caller: Caller, owned: str, remove_run: Callable[[str], int]) -> dict[str, Any]:
     chain = _chain(engine, owned)
     others: set[str] = set()
     for other in engine.pipeline.archive.contents.names():
@@ -110,7 +117,7 @@ def remove(engine: Engine, caller: Caller, name: str, remove_run: Callable[[str]
     engine.tool_sets.remove(owned, caller.salt)
     first = next((run for run in chain if run not in others), None)
     gone = remove_run(first) if first is not None else 0
-    return {"name": name, "runs": gone}
+    return {"name": caller.shown(owned), "runs": gone}
 
 
 def _chain(engine: Engine, name: str) -> Sequence[str]:
