@@ -26,7 +26,11 @@ pytestmark = [
 
 PROMPT = [3 + i * 7919 % 40000 for i in range(150)]
 NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-SHORT = ("in_proj", "out_proj", "q_proj", "w2")
+MODULES = {
+    "qwen3.5": (*NET, *EVERY),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "w2"),
+    "granite4": ("in_proj", "out_proj", "q_proj", "output_linear"),
+}
 NAMES = (None, "all", "some")
 
 
@@ -34,7 +38,7 @@ def made(family: str, dtype: torch.dtype) -> Any:
     return hybrid(dtype=dtype) if family == "qwen3.5" else lean_family(family, dtype, vocab_size=VOCABULARY)
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in ("qwen3.5", "lfm2") for d in ("float32", "bfloat16")], ids=str)
+@pytest.fixture(scope="module", params=[(f, d) for f in MODULES for d in ("float32", "bfloat16")], ids=str)
 def model(request: pytest.FixtureRequest) -> tuple[str, Any]:
     family, dtype = request.param
     return family, made(family, getattr(torch, dtype))
@@ -43,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def folders(model: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, (family, loaded) = tmp_path_factory.mktemp("adapters"), model
-    every = (*NET, *EVERY) if family == "qwen3.5" else SHORT
+    every = MODULES[family]
     return {
         "all": adapter(folder / "all", loaded, every, size=0.1),
         "some": adapter(folder / "some", loaded, every[:2], rank=7, size=0.07, seed=3),
@@ -98,7 +102,7 @@ def test_beside_gguf_files(architecture: str, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", architecture=architecture)
     with Engine.from_pretrained(file, dtype="float32") as engine:
         loaded = engine.pipeline.model.model
-        targets = (*NET, "q_proj", "up_proj") if architecture == "qwen35" else SHORT
+        targets = (*NET, "q_proj", "up_proj") if architecture == "qwen35" else MODULES["lfm2"]
         engine.adapters.load("one", adapter(tmp_path / "one", loaded, targets, size=0.1))
         prompt = [3 + i * 7 % 200 for i in range(80)]
         first, base = asked(engine, "one", prompt), asked(engine, None, prompt)

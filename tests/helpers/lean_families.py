@@ -26,10 +26,17 @@ _DELTA = {
     "linear_value_head_dim": 32,
 }
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_expand": 2}
+_GRANITE = _MAMBA | {"layers_block_type": ["mamba", "attention", "mamba"], "shared_intermediate_size": 64}
+
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("Arcee", _PLAIN),
+    "bamba": ("Bamba", _PLAIN | _MAMBA | {"attn_layer_indices": [1], "mamba_conv_bias": True}),
     "biased": ("Llama", _PLAIN | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "cohere": ("Cohere", _WIDE),
     "cohere2": ("Cohere2", _WIDE | _WINDOWS),
+    "cwm": ("Cwm", _PLAIN | _WINDOWS),
+    "ernie4.5": ("Ernie4_5", _PLAIN | {"use_bias": True}),
     "exaone4": ("Exaone4", _WIDE | _WINDOWS),
     "falcon3": ("Llama", _PLAIN | _FAR | {"head_dim": 256}),
     "flex-olmo": ("FlexOlmo", _WIDE | {"num_experts": 7, "num_experts_per_tok": 5}),
@@ -49,6 +56,24 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", _WIDE | _FACTORS),
     "granite-moe": ("GraniteMoe", _WIDE | _FACTORS | _EXPERTS),
     "granite-moe-shared": ("GraniteMoeShared", _WIDE | _FACTORS | _EXPERTS | {"shared_intermediate_size": 64}),
+    "granite4": ("GraniteMoeHybrid", _WIDE | _FACTORS | _GRANITE | {"num_local_experts": 0}),
+    "granite4-moe": ("GraniteMoeHybrid", _WIDE | _FACTORS | _GRANITE | _EXPERTS | {"position_embedding_type": "rope"}),
+    "granite4-dense": (
+        "GraniteMoeHybrid",
+        _WIDE
+        | _FACTORS
+        | {
+            "layers_block_type": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granite-swa": ("GraniteSWA", _WIDE | _FACTORS | _WINDOWS | {"layer_rope_theta": [1e4, 0, 1e6]}),
+    "granite-moe-swa": ("GraniteMoeSWA", _WIDE | _FACTORS | _WINDOWS | _EXPERTS | {"shared_intermediate_size": 64}),
+    "helium": ("Helium", _PLAIN),
+    "hyperclova": ("HyperCLOVAX", _PLAIN | _FACTORS),
+    "jais2": ("Jais2", _PLAIN),
     "lfm2": (
         "Lfm2",
         _WIDE
@@ -66,9 +91,33 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "lfm3": (
+        "Lfm3",
+        _PLAIN
+        | {
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "use_attention_gate": True,
+            "use_sandwich_norm": True,
+        },
+    ),
     "ministral": ("Ministral", _PLAIN | _WINDOWS),
+    "ministral3": (
+        "Ministral3",
+        _PLAIN
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 100,
+            }
+        },
+    ),
     "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
     "mixtral": ("Mixtral", _PLAIN | _EXPERTS),
+    "nemotron": ("Nemotron", _PLAIN | _PART),
     "olmo2": ("Olmo2", _WIDE),
     "olmo3": ("Olmo3", _WIDE | _WINDOWS),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
@@ -88,8 +137,10 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         _PLAIN | _DELTA | _QUARTER | _FEW | {"num_experts": 8, "shared_expert_intermediate_size": 64},
     ),
+    "seed-oss": ("SeedOss", _PLAIN | {"attention_out_bias": True}),
     "smollm3": ("SmolLM3", _WIDE | {"no_rope_layer_interval": 2}),
     "starcoder2": ("Starcoder2", _WIDE | {"sliding_window": None}),
+    "vaultgemma": ("VaultGemma", _PLAIN | _WINDOWS | {"head_dim": 32}),
 }
 
 

@@ -20,8 +20,8 @@ from tests.helpers.prompts import ids
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, DownloadError, ModelNotFound, UnsupportedModel
 from keepwarm.runtime import attention, demo_model
+from keepwarm.runtime.checkpoint import weights_on
 from keepwarm.runtime.identity import tokenizer_digest
-from keepwarm.runtime.loader import weights_on
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 2, "eos_token_id": 2}
 

@@ -162,7 +162,8 @@ def _is_as_configured(module: torch.nn.Module, buffers: Sequence[tuple[str, torc
 def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Path | None = None) -> str:
     """Return a digest of a model's tensors. With `folder` (where it was loaded from), cache it in the file `cache`.
 
-    A cached digest is valid for the same weight files (path, size, modification time, inode), dtype and quantization.
+    A cached digest is valid for the same weight files (path, size, modification time, inode), dtype, quantization and
+    class.
     """
     # Adapters are not in the folder's files: with any, the tensors themselves are hashed.
     key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
@@ -176,7 +177,7 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
 
 def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
     files = weight_files(folder)
-    how = [str(model.dtype), quantization_of(model)]
+    how = [str(model.dtype), quantization_of(model), type(model).__name__]  # of some files only a part is loaded
     return json_digest(_WEIGHTS, [file_stats(files), how]) if files else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.codecs import codec
@@ -28,6 +28,7 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
+from keepwarm.runtime.checkpoint import weights_on
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -225,7 +226,7 @@ def _from_pretrained(
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
-        model = weights_on(device, where, dtype, trust_remote_code=remote)
+        model = weights_on(device, where, dtype, settings, trust_remote_code=remote)
         if adapter:
             model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
         tokenizer = AutoTokenizer.from_pretrained(
@@ -243,15 +244,6 @@ def _from_pretrained(
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
         raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
     return model, tokenizer, folder if is_folder else _snapshot(model)
-
-
-def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Load a model. Its tensors move to the device one by one as they are read, so the host's memory never holds all of
-    them."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        where, dtype=dtype, trust_remote_code=trust_remote_code, device_map={"": device}
-    )
-    return model
 
 
 def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:

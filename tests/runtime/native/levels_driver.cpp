@@ -36,29 +36,33 @@ constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT, WIDTH = (HEADS + 2 * KV_
 
 int (*forward)(const Model*, Step*);
 int64_t (*scratch_of)(const Model*, const Step*);
-enum Mixer { ATTENTION, SHORT, NET };
+enum Mixer { ATTENTION, SHORT, NET, SPACE };
 
 struct Part {
     Mixer mixer;
     Weight qkv, o, gate, up, down;
-    float *convolution, *rates;  // [KERNEL, channels]; of a delta net, its decays, steps and norm
+    float *convolution, *rates;  // [KERNEL, channels]; of heads with a matrix, their decays, steps, norm and `skip`
     Part(Mixer mixer)
-        : mixer(mixer), qkv(mixer == ATTENTION ? WIDTH : mixer == SHORT ? 3 * HIDDEN : NET_READS, HIDDEN, 1),
+        : mixer(mixer), qkv(reads(), HIDDEN, 1),
           o(HIDDEN, mixer == ATTENTION ? HEADS * DIM : mixer == SHORT ? HIDDEN : NET_HEADS * NET_DIM, 1), gate(INNER, HIDDEN, 1),
-          up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1), convolution(room<float>(KERNEL * channels())), rates(room<float>(128)) {
+          up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1), convolution(room<float>(KERNEL * channels())), rates(room<float>(224)) {
         std::normal_distribution<float> normal(0, 0.5f);
         for (int i = 0; i < KERNEL * channels(); i++) convolution[i] = normal(drawn);
-        for (int i = 0; i < 128; i++) rates[i] = i < 64 ? (i < 32 ? -1.5f + i / 8.f : i / 16.f - 3) : 1 + i / 256.f;
+        for (int i = 0; i < 224; i++) rates[i] = i < 64 ? (i < 32 ? -1.5f + i / 8.f : i / 16.f - 3) : 1 + i / 256.f;
     }
-    int channels() const { return mixer == NET ? CHANNELS : HIDDEN; }
-    int state() const { return mixer == ATTENTION ? 0 : (KERNEL - 1) * channels() + (mixer == NET) * NET_HEADS * NET_KEY_DIM * NET_DIM; }
-    Delta net() const { return {rates, rates + 32, rates + 64, NET_HEADS, NET_KEYS, NET_DIM, NET_KEY_DIM}; }
+    bool has_matrices() const { return mixer == NET || mixer == SPACE; }
+    int reads() const { return mixer == ATTENTION ? WIDTH : mixer == SHORT ? 3 * HIDDEN : NET_READS - (mixer == SPACE) * NET_HEADS; }
+    int channels() const { return has_matrices() ? CHANNELS : HIDDEN; }
+    int state() const { return mixer == ATTENTION ? 0 : (KERNEL - 1) * channels() + has_matrices() * NET_HEADS * NET_KEY_DIM * NET_DIM; }
+    Delta net() const {
+        return {rates, rates + 32, rates + 64, mixer == SPACE ? rates + 192 : nullptr, NET_HEADS, NET_KEYS, NET_DIM, NET_KEY_DIM};
+    }
 };
 
-// Layers with attention; with plain weights, two with a state, too.
+// Layers with attention; with plain weights, three with a state, too.
 std::vector<Mixer> mixers() {
     if (kind == BLOCKS) return {ATTENTION, ATTENTION, ATTENTION};
-    return {SHORT, ATTENTION, NET, ATTENTION};
+    return {SHORT, ATTENTION, NET, SPACE, ATTENTION};
 }
 
 struct Llama {
@@ -66,13 +70,15 @@ struct Llama {
     std::vector<Part> parts;
     std::vector<Layer> layers;
     std::vector<double> cosine, sine;
-    float *norm, *cosines, *sines;
+    float *norm, *cosines, *sines, *factors;
     Model model{};
 
     Llama() {
         for (Mixer mixer : mixers()) parts.emplace_back(mixer);
         norm = room<float>(HIDDEN), cosines = room<float>(ROOM * DIM / 2), sines = room<float>(ROOM * DIM / 2);
+        factors = room<float>(ROOM);
         for (int i = 0; i < HIDDEN; i++) norm[i] = 0.75f + (i % 7) / 14.f;
+        for (int p = 0; p < ROOM; p++) factors[p] = 1 + p / 128.f;
         for (int p = 0; p < ROOM; p++)
             for (int i = 0; i < DIM / 2; i++) {
                 const double angle = p * std::pow(10000.0, -2.0 * i / DIM);
@@ -82,10 +88,10 @@ struct Llama {
         for (const Part& part : parts) {
             Layer layer{};
             layer.before = layer.before_mlp = {norm, nullptr};
-            layer.cosine = cosines, layer.sine = sines;
+            layer.cosine = cosines, layer.sine = sines, layer.factors = factors;
             layer.kv = part.mixer == ATTENTION ? kv++ : -1, layer.state = part.mixer == ATTENTION ? -1 : state++;
             if (part.mixer != ATTENTION) layer.convolution = {part.convolution, nullptr, KERNEL, part.channels()};
-            if (part.mixer == NET) layer.delta = part.net();
+            if (part.has_matrices()) layer.delta = part.net();
             layer.qkv = part.qkv.packed, layer.o = part.o.packed;
             layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
             layers.push_back(layer);
@@ -123,7 +129,7 @@ struct Llama {
             }
             std::vector<Row> recurring;
             if (part.mixer == SHORT) recurring = short_plain(q, part.convolution);
-            if (part.mixer == NET) recurring = delta_plain(q, part.convolution, part.net());
+            if (part.has_matrices()) recurring = delta_plain(q, part.convolution, part.net());
             for (size_t p = 0; p < x.size(); p++) {
                 std::vector<double> mixed = part.mixer == ATTENTION ? Row(HEADS * DIM, 0.0) : recurring[p];
                 for (int head = 0; head < HEADS && part.mixer == ATTENTION; head++) {
@@ -132,7 +138,7 @@ struct Llama {
                     for (size_t t = 0; t <= p; t++) {
                         double score = 0;
                         for (int d = 0; d < DIM; d++) score += q[p][head * DIM + d] * q[t][k + d];
-                        const double weight = std::exp(score / std::sqrt((double)DIM));
+                        const double weight = std::exp(score * factors[p] / std::sqrt((double)DIM));
                         total += weight;
                         for (int d = 0; d < DIM; d++) mixed[head * DIM + d] += weight * q[t][v + d];
                     }

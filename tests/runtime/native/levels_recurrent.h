@@ -45,7 +45,7 @@ std::vector<Row> short_plain(const std::vector<Row>& read, const float* weight) 
     return sums;
 }
 
-// The same of a gated delta net, which applies each row's change of the state as it is written down.
+// The same of a gated delta net and of Mamba-2, which apply each row's change of the state as it is written down.
 std::vector<Row> delta_plain(const std::vector<Row>& read, const float* weight, const Delta& net) {
     const int keys = NET_KEYS * NET_KEY_DIM;
     std::vector<Row> inputs, found;
@@ -55,7 +55,7 @@ std::vector<Row> delta_plain(const std::vector<Row>& read, const float* weight, 
     for (size_t p = 0; p < sums.size(); p++) {
         Row made(sums[p]), results(NET_HEADS * NET_DIM);
         for (double& each : made) each *= sigmoid_of(each);
-        for (int head = 0; head < 2 * NET_KEYS; head++) {
+        for (int head = 0; head < 2 * NET_KEYS && !net.skip; head++) {
             double square = 1e-6;
             for (int i = 0; i < NET_KEY_DIM; i++) square += made[head * NET_KEY_DIM + i] * made[head * NET_KEY_DIM + i];
             for (int i = 0; i < NET_KEY_DIM; i++)
@@ -64,17 +64,26 @@ std::vector<Row> delta_plain(const std::vector<Row>& read, const float* weight, 
         for (int head = 0; head < NET_HEADS; head++) {
             const double *const q = &made[head / (NET_HEADS / NET_KEYS) * NET_KEY_DIM], *const k = q + keys;
             const double *const gate = &read[p][CHANNELS + head * NET_DIM], *const rates = &read[p][CHANNELS + NET_HEADS * NET_DIM];
-            const double by = std::exp2(net.decay[head] * std::log1p(std::exp(rates[NET_HEADS + head] + net.step[head])));
+            const double far = std::log1p(std::exp(rates[net.skip ? head : NET_HEADS + head] + net.step[head]));
+            const double by = std::exp2(net.decay[head] * far), step = net.skip ? far : sigmoid_of(rates[head]);
             double square = 0;
             for (int d = 0; d < NET_DIM; d++) {
                 double seen = 0, result = 0;
+                const double value = made[2 * keys + head * NET_DIM + d];
                 for (int i = 0; i < NET_KEY_DIM; i++) seen += (state[head][i * NET_DIM + d] *= by) * k[i];
-                const double change = (made[2 * keys + head * NET_DIM + d] - seen) * sigmoid_of(rates[head]);
+                const double change = (net.skip ? value : value - seen) * step;
                 for (int i = 0; i < NET_KEY_DIM; i++) result += (state[head][i * NET_DIM + d] += k[i] * change) * q[i];
+                if (net.skip) result = (result + net.skip[head] * value) * gate[d] * sigmoid_of(gate[d]);
                 results[head * NET_DIM + d] = result, square += result * result;
             }
-            for (int d = 0; d < NET_DIM; d++)
+            for (int d = 0; d < NET_DIM && !net.skip; d++)
                 results[head * NET_DIM + d] *= net.norm[d] / std::sqrt(square / NET_DIM + 1e-5) * gate[d] * sigmoid_of(gate[d]);
+        }
+        constexpr int GROUP = NET_HEADS / NET_KEYS * NET_DIM;  // Mamba-2 norms heads together that share keys
+        for (int at = 0; at < NET_HEADS * NET_DIM && net.skip; at += GROUP) {
+            double square = 0;
+            for (int i = at; i < at + GROUP; i++) square += results[i] * results[i];
+            for (int i = at; i < at + GROUP; i++) results[i] *= net.norm[i] / std::sqrt(square / GROUP + 1e-5);
         }
         found.push_back(results);
     }

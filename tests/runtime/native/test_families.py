@@ -25,7 +25,21 @@ pytestmark = [
 
 
 QUICK = ("gemma3", "cohere2", "gpt-oss", "qwen3-moe")
-LONG = ("falcon3", "flex-olmo", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe")
+LONG = (
+    *(
+        "arcee",
+        "bamba",
+        "cwm",
+        "ernie4.5",
+        "falcon3",
+        "flex-olmo",
+        "granite-moe",
+        "granite-moe-shared",
+        "granite-moe-swa",
+    ),
+    *("granite4-dense", "granite4-moe", "helium", "hyperclova", "jais2", "mixtral", "nemotron", "olmoe", "qwen2-moe"),
+    *("seed-oss", "vaultgemma"),
+)
 
 
 def marked(*slow: str) -> list[Any]:

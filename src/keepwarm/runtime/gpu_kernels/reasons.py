@@ -53,6 +53,8 @@ def _check(found: Description) -> None:
         raise NotCovered("recurrent states")
     if isinstance(found.head, Blocks):
         raise NotCovered("weights in blocks")
+    if found.factors is not None:
+        raise NotCovered("factors of queries by position")
     if any(attention.gate is not None for attention in found.attentions):
         raise NotCovered("gates of attention")
     if any(experts.sigmoid for experts in found.experts):

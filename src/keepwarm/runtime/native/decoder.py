@@ -80,14 +80,14 @@ class LeanDecoder:
         self._model = self._record(parts)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
-        self._tables = RotaryTables(parts.tables, parts.rotary // 2, torch.device("cpu"))
+        self._tables = RotaryTables(parts.tables, parts.rotary // 2, torch.device("cpu"), parts.factors)
         self._point()
         rounded = [ROUNDED, packing_digest()] if self.in_blocks else []
         # What the model's modules compute beside their weights is part of the arithmetic identity.
         self.constants = digest(
             "keepwarm decoder constants 3",
             canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling, *rounded]),
-            *(table.numpy().tobytes() for pair in self._tables.pairs for table in pair),
+            *(table.numpy().tobytes() for table in self._tables.every),
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
@@ -318,7 +318,9 @@ class LeanDecoder:
 
     def _point(self) -> None:
         """Tell the kernels where the rotary tables are."""
+        factors = None if self._tables.factors is None else self._tables.factors.data_ptr()
         for layer, number in zip(self._layers, self._tables_of, strict=True):
+            layer.factors = factors
             if number is not None:
                 layer.cosine, layer.sine = (table.data_ptr() for table in self._tables.pairs[number])
 

@@ -15,6 +15,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu_squared": 
 
 T = TypeVar("T")
 Table = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # positions [n] -> cosines, sines [n, dims / 2]
+Factors = Callable[[torch.Tensor], torch.Tensor]  # positions [n] -> factors [n]
 
 
 class NotCovered(Exception):
@@ -111,25 +112,22 @@ class Convolution:
         return int(channels * (kernel - 1))
 
 
-@dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta net (arXiv:2412.06464) of one layer, in place of attention. `reads` give queries and keys of
-    `key_heads` heads, values of `heads` heads, a gate of the results, and two rates of each head: of its steps, and of
-    its decay. A short convolution, `weight`, `[channels, kernel]`, runs over queries, keys and values, and then SiLU.
-    A head's state is multiplied by `exp(decay * softplus(rate + step))` in every row. Results are normed by head, gated
-    by SiLU, and taken by `o`. Heads of values that share a head of keys lie side by side, or `key_heads` apart if
-    `tiled`."""
+@dataclass(frozen=True, kw_only=True)
+class _Matrices:
+    """A layer whose heads keep a matrix each of a sequence, in place of attention. `reads` give queries and keys of
+    `key_heads` heads, values of `heads` heads, a gate of the results, and rates of each head. A short convolution,
+    `weight`, `[channels, kernel]`, runs over queries, keys and values, and then SiLU. A head's matrix is multiplied by
+    `exp(decay * softplus(rate + step))` in every row. `o` takes the results."""
 
     reads: tuple[Linear, ...]
     weight: torch.Tensor
     decay: torch.Tensor  # [heads], float32
     step: torch.Tensor  # [heads]
-    norm: Norm  # [dim]
+    norm: Norm
     o: Linear
     key_heads: int
     key_dim: int
     bias: torch.Tensor | None = None
-    tiled: bool = False
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -141,7 +139,7 @@ class DeltaNet:
 
     @property
     def dim(self) -> int:
-        return len(self.norm.weight)
+        return self.o.weight.shape[-1] // self.heads
 
     @property
     def state(self) -> int:
@@ -150,7 +148,26 @@ class DeltaNet:
         return int(channels * (kernel - 1)) + self.heads * self.key_dim * self.dim
 
 
-Mixer = Attention | Convolution | DeltaNet
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(_Matrices):
+    """A gated delta net (arXiv:2412.06464). Heads have two rates each: of their steps, and of their decay. Results are
+    normed by head, `norm` is `[dim]`, and then gated by SiLU. Heads of values that share a head of keys lie side by
+    side, or `key_heads` apart if `tiled`."""
+
+    tiled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace(_Matrices):
+    """Mamba-2 (arXiv:2405.21060), whose C, B and x are called queries, keys and values here. A head's rate gives its
+    decay and its step. Values times `skip`, `[heads]`, are added to the results. These are gated by SiLU and then
+    normed, heads that share a head of keys together; `norm` is `[heads * dim]`."""
+
+    skip: torch.Tensor
+
+
+Recurrent = Convolution | DeltaNet | StateSpace
+Mixer = Attention | Recurrent
 
 
 @dataclass(frozen=True)
@@ -211,7 +228,7 @@ class LayerParts:
         return self.mixer if isinstance(self.mixer, Attention) else None
 
     @property
-    def recurrent(self) -> Convolution | DeltaNet | None:
+    def recurrent(self) -> Recurrent | None:
         return None if isinstance(self.mixer, Attention) else self.mixer
 
     @property
@@ -238,12 +255,14 @@ class LayerParts:
 class Description:
     """A model. All layers have one shape, but some may have experts.
 
-    `windows` has each layer's window as the model's code masks it; with None a row attends to all positions. `rotary`
-    is how many dims of a head are rotated. A dim is paired with one of the other half, or with its neighbour if
-    `interleaved`. `centred` norms subtract the mean (layer norm). With `parallel`, attention and MLP read the same
-    state. `embedded`, `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits.
-    tanh bounds scores and logits by `score_cap` and `logit_cap`, unless they are 0. `alpha` and `limit` belong to the
-    activation "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)`, with a gate of at most `limit`.
+    `windows` has each layer's window as the model's code masks it; with None a row attends to all positions.
+    `rotary` is how many dims of a head are rotated. A dim is paired with one of the other half, or with its
+    neighbour if `interleaved`. A row's queries are multiplied by what `factors` has for its position. `centred`
+    norms subtract the mean (layer norm). With `parallel`, attention and MLP read the same state. `embedded`,
+    `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits. tanh bounds
+    scores and logits by `score_cap` and `logit_cap`, unless they are 0. `alpha` and `limit` belong to the
+    activation "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)`, with a gate of at most
+    `limit`.
     """
 
     layers: tuple[LayerParts, ...]
@@ -255,6 +274,7 @@ class Description:
     norm: Norm
     tables: tuple[Table, ...]
     rotary: int
+    factors: Factors | None = None
     interleaved: bool = False
     centred: bool = False
     wide_norms: bool = False
@@ -278,7 +298,7 @@ class Description:
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
-    def recurrent(self) -> list[Convolution | DeltaNet]:
+    def recurrent(self) -> list[Recurrent]:
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property
@@ -300,7 +320,7 @@ class Description:
     def epsilon(self) -> float:
         """The number that every norm adds to the mean square. Raises NotCovered if norms differ."""
         norms = [norm for layer in self.layers for norm in layer.norms]
-        norms += [each.norm for each in self.recurrent if isinstance(each, DeltaNet)]
+        norms += [each.norm for each in self.recurrent if not isinstance(each, Convolution)]
         return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
 
     @property

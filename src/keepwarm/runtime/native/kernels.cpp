@@ -116,6 +116,8 @@ void place_row(const Model& m, const Step& s, float* queries, const Layer& w, in
         if (!m.wide) norm(x, head < m.heads ? w.q : w.k, m.dim);
         if (w.cosine) rotate(m, x, w.cosine + at, w.sine + at);
     }
+    if (w.factors)
+        for (int i = 0; i < m.heads * m.dim; i += LANES) store(q + i, load(q + i) * splat(w.factors[s.positions[row]]));
     for (int kv = 0; kv < 2; kv++)
         for (int head = 0; head < m.kv_heads; head++) {
             const float* from = q + (m.heads + kv * m.kv_heads + head) * m.dim;

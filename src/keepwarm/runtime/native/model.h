@@ -51,8 +51,9 @@ struct Convolution {  // a short convolution over each channel's last inputs (re
     int32_t channels;
 };
 
-struct Delta {  // a gated delta net (delta.h)
+struct Delta {  // a gated delta net, or Mamba-2 (delta.h)
     const float *decay, *step, *norm;  // [heads]: the factor of a row's step, and what is added to it; [dim]
+    const float* skip;                 // of Mamba-2, [heads]: the factor of a row's values; its `norm` is [heads * dim]
     int32_t heads, key_heads;          // heads of values, and of queries and keys; 0 if the layer is none
     int32_t dim, key_dim;              // widths of a head
     int32_t tiled, unused;             // 1 if heads of values that share a head of keys lie `key_heads` apart; 0: side by side
@@ -60,11 +61,13 @@ struct Delta {  // a gated delta net (delta.h)
 
 // In a layer with experts, `mlp` is the one that every row uses beside them. In a layer with a convolution, `qkv` gives
 // its two gates and its inputs, [2 gates + inputs, hidden], and `o` takes its results. In a gated delta net, `qkv` gives
-// the convolution's inputs (queries, keys, values), the gate, the forgetting factor and the step of each head.
+// the convolution's inputs (queries, keys, values), the gate, the step and the decay's rate of each head. In Mamba-2 it
+// is the same, but one rate of a head gives both.
 struct Layer {
     Norm before, q, k, after, before_mlp, after_mlp;
     const float *qkv_bias, *o_bias;
     const float *cosine, *sine;          // [positions, rotary / 2]; null if the layer does not rotate
+    const float* factors;                // [positions]: a row's queries are multiplied by it; or null
     const float* sinks;                  // [heads]: the score (as a power of two) of a position that has no value
     const float* gate_bias;
     const void *qkv, *o, *gate;          // `gate`, [heads * dim, hidden]: attention's results are multiplied by its sigmoid
@@ -190,7 +193,7 @@ struct Routes {
 
 // The width of the first product of a layer with a state.
 inline int reads(const Model& m, const Layer& w) {
-    return w.delta.heads ? w.convolution.channels + w.delta.heads * (w.delta.dim + 2) : 3 * m.hidden;
+    return w.delta.heads ? w.convolution.channels + w.delta.heads * (w.delta.dim + (w.delta.skip ? 1 : 2)) : 3 * m.hidden;
 }
 
 // The width of what the last product of a layer's first part takes.
@@ -198,7 +201,7 @@ inline int mixes(const Model& m, const Layer& w) {
     return w.delta.heads ? w.delta.heads * w.delta.dim : w.convolution.kernel ? m.hidden : m.heads * m.dim;
 }
 
-// What a gated delta net computes of a row before the recurrence: queries, keys and values, [channels]; each head's
+// What a layer with `delta` computes of a row before the recurrence: queries, keys and values, [channels]; each head's
 // decay, and then its step, [heads]; the product of query and key, [key heads]. The results replace the values.
 inline int made_of(const Layer& w) {
     return (w.convolution.channels + 2 * w.delta.heads + w.delta.key_heads + LANES - 1) / LANES * LANES;

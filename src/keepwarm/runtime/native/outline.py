@@ -13,6 +13,8 @@ from torch import nn
 
 from keepwarm.runtime.native.description import Description
 
+_COMPUTED = ("tables", "factors")  # functions, whose values are hashed elsewhere
+
 
 class Outline:
     """Names each part of a model's description by where it lies in the model."""
@@ -26,7 +28,8 @@ class Outline:
     def of(self, parts: Description) -> Any:
         """Return values for JSON. They differ for two descriptions that compute different results from the same
         weights: because of a factor, of the places of norms, or of which rows are queries and which are keys."""
-        return self._of({field.name: getattr(parts, field.name) for field in fields(parts) if field.name != "tables"})
+        told = [field.name for field in fields(parts) if field.name not in _COMPUTED]
+        return self._of({name: getattr(parts, name) for name in told})
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

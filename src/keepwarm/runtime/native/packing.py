@@ -18,7 +18,9 @@ from keepwarm.runtime.native.description import (
     LayerParts,
     Mlp,
     Norm,
+    Recurrent,
     Sigmoid,
+    StateSpace,
 )
 from keepwarm.runtime.native.memory import WeightMemory
 from keepwarm.runtime.native.structures import (
@@ -89,20 +91,21 @@ class Packing:
             record.gate, record.gate_bias = self.packed(mixer.gate.weight), self._floats(mixer.gate.bias)
         return record
 
-    def _recurrent(self, record: LayerRecord, mixer: Convolution | DeltaNet) -> None:
+    def _recurrent(self, record: LayerRecord, mixer: Recurrent) -> None:
         channels, kernel = mixer.weight.shape
         weight = self._floats(mixer.weight.t())
         record.convolution = ConvolutionRecord(weight, self._floats(mixer.bias), kernel, channels)
-        if isinstance(mixer, DeltaNet):
+        if not isinstance(mixer, Convolution):
             record.delta = DeltaRecord(
                 decay=self._floats(mixer.decay.float() * LOG2E),
                 step=self._floats(mixer.step),
                 norm=self._floats(mixer.norm.weight),
+                skip=self._floats(mixer.skip) if isinstance(mixer, StateSpace) else None,
                 heads=mixer.heads,
                 key_heads=mixer.key_heads,
                 dim=mixer.dim,
                 key_dim=mixer.key_dim,
-                tiled=mixer.tiled,
+                tiled=isinstance(mixer, DeltaNet) and mixer.tiled,
             )
 
     def norm(self, norm: Norm | None) -> NormRecord:

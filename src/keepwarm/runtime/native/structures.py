@@ -42,7 +42,7 @@ class ConvolutionRecord(ctypes.Structure):
 
 class DeltaRecord(ctypes.Structure):
     _fields_ = (
-        *_pointers("decay", "step", "norm"),
+        *_pointers("decay", "step", "norm", "skip"),
         *_integers("heads", "key_heads", "dim", "key_dim", "tiled", "unused"),
     )
 
@@ -50,7 +50,7 @@ class DeltaRecord(ctypes.Structure):
 class LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
-        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "gate_bias", "qkv", "o", "gate"),
+        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "factors", "sinks", "gate_bias", "qkv", "o", "gate"),
         ("mlp", MlpRecord),
         ("experts", ExpertsRecord),
         ("convolution", ConvolutionRecord),

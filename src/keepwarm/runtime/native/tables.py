@@ -1,12 +1,14 @@
-"""The rotary tables of a decoder: cosines and sines by position, float32, made by the model's own modules."""
+"""What a decoder knows of positions, float32, made by the model's own modules: cosines and sines of its rotary
+embeddings, and factors of queries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
-from keepwarm.runtime.native.description import Table
+from keepwarm.runtime.native.description import Factors, Table
 
 _PIECE = 4096  # positions that are made together
 _NEAR = 1e-5  # products of fewer bits are farther away; another number of threads is not
@@ -18,11 +20,14 @@ class RotaryTables:
     """Tables that grow with the longest sequence. They are made piece by piece, so that a position's numbers do not
     depend on how many positions there are. The first piece is part of the arithmetic identity."""
 
-    def __init__(self, makers: Sequence[Table], width: int, device: torch.device) -> None:
+    def __init__(
+        self, makers: Sequence[Table], width: int, device: torch.device, factors: Factors | None = None
+    ) -> None:
         """`width` is the number of pairs of dims that each of `makers` rotates."""
-        self._makers, self._device = makers, device
+        self._makers, self._device, self._factors_of = makers, device, factors
         empty = torch.empty(0, width, dtype=torch.float32, device=device)
         self.pairs: list[Pair] = [(empty, empty) for _ in makers]
+        self.factors = None if factors is None else torch.empty(0, device=device)  # `[positions]`
         self.reached = 0
         self.grow(_PIECE)
 
@@ -38,11 +43,23 @@ class RotaryTables:
             if self.reached:
                 self._check()
             pairs = [self._longer(number, starts) for number in range(len(self._makers))]
+            factors = self._more_factors(starts)
         if self._device.type == "cuda":  # steps of other streams read the old tables, and will read the new ones
             torch.cuda.synchronize(self._device)
-        self.pairs = pairs  # all at once: memory may run out before
+        self.pairs, self.factors = pairs, factors  # all at once: memory may run out before
         self.reached += len(starts) * _PIECE
         return True
+
+    @property
+    def every(self) -> list[torch.Tensor]:
+        """All tables."""
+        return [*chain.from_iterable(self.pairs), *([] if self.factors is None else [self.factors])]
+
+    def _more_factors(self, starts: range) -> torch.Tensor | None:
+        if self._factors_of is None or self.factors is None:
+            return None
+        pieces = [self._factors_of(torch.arange(start, start + _PIECE)).to(self._device) for start in starts]
+        return torch.cat([self.factors, *pieces])
 
     def _longer(self, number: int, starts: range) -> Pair:
         pieces = [self.pairs[number], *(self._piece(number, start) for start in starts)]

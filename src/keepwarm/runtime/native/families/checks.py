@@ -20,6 +20,7 @@ from keepwarm.runtime.native.description import (
     Mlp,
     Norm,
     NotCovered,
+    StateSpace,
 )
 
 _DIMS = (16, 32, 64, 128, 256)
@@ -93,10 +94,10 @@ def _check_recurrent(found: Description) -> None:
     """Check layers with a state. Their results share scratch memory with those of attention, so all widths must fill
     whole tiles, as in a model with experts."""
     hidden, kernels = found.head.shape[1], {each.weight.shape[1] for each in found.recurrent}
-    nets = [each for each in found.recurrent if isinstance(each, DeltaNet)]
+    nets = [each for each in found.recurrent if not isinstance(each, Convolution)]
     reads = [each.weight for net in nets for each in net.reads]
     if any(isinstance(each, Blocks) and len(each) % _LANES for each in reads):
-        raise NotCovered("delta nets with weights in blocks, and products whose widths are no multiple of 16")
+        raise NotCovered("layers with a state and weights in blocks, and products whose widths are no multiple of 16")
     widths = {hidden, found.heads * found.dim, *(net.heads * net.dim for net in nets)}
     if any(width % _DEEP for width in widths):
         raise NotCovered("layers with a state, and widths that are no multiple of 32")
@@ -106,7 +107,7 @@ def _check_recurrent(found: Description) -> None:
         raise NotCovered("layers with a state beside an MLP")
     for net in nets:
         if net.dim % _LANES or net.key_dim % _LANES or net.key_dim > _MOST_KEYS or net.heads % net.key_heads:
-            raise NotCovered(f"a delta net of {net.heads} heads of {net.key_dim} by {net.dim}, {net.key_heads} of keys")
+            raise NotCovered(f"states of {net.heads} heads of {net.key_dim} by {net.dim}, {net.key_heads} of keys")
 
 
 def _check_shapes(found: Description) -> None:
@@ -160,25 +161,27 @@ def _mixer(found: Description, mixer: Mixer, hidden: int) -> Iterator[_Shape]:
         yield from _linear("the convolution's last product", mixer.o, hidden, hidden)
         yield "the convolution", mixer.weight, (hidden, mixer.weight.shape[-1])
         yield "the convolution's bias", mixer.bias, (hidden,)
-    elif isinstance(mixer, DeltaNet):
-        yield from _delta_net(mixer, hidden)
-    else:
+    elif isinstance(mixer, Attention):
         yield from _attention(found, mixer, hidden)
+    else:
+        yield from _matrices(mixer, hidden)
 
 
-def _delta_net(net: DeltaNet, hidden: int) -> Iterator[_Shape]:
-    values = net.heads * net.dim
+def _matrices(net: DeltaNet | StateSpace, hidden: int) -> Iterator[_Shape]:
+    values, is_net = net.heads * net.dim, isinstance(net, DeltaNet)
     channels = 2 * net.key_heads * net.key_dim + values
     rows = sum(each.weight.shape[0] for each in net.reads)
     whole = torch.empty(rows, hidden, device="meta")
-    yield "the delta net's first products", whole, (channels + values + 2 * net.heads, hidden)
+    yield "the first products", whole, (channels + values + (2 if is_net else 1) * net.heads, hidden)
     for each in net.reads:
-        yield from _linear("a delta net's product", each, each.weight.shape[0], hidden)
-    yield from _linear("the delta net's last product", net.o, hidden, values)
+        yield from _linear("a first product", each, each.weight.shape[0], hidden)
+    yield from _linear("the last product", net.o, hidden, values)
     yield "the convolution", net.weight, (channels, net.weight.shape[-1])
     yield "the convolution's bias", net.bias, (channels,)
-    yield "the delta net's steps", net.step, (net.heads,)
-    yield from _norm("the delta net's norm", net.norm, net.dim)
+    yield "the steps", net.step, (net.heads,)
+    yield from _norm("the norm of results", net.norm, net.dim if is_net else values)
+    if isinstance(net, StateSpace):
+        yield "the factors of values", net.skip, (net.heads,)
 
 
 def _attention(found: Description, mixer: Attention, hidden: int) -> Iterator[_Shape]:

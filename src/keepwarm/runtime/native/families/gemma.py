@@ -1,5 +1,5 @@
-"""Gemma 1, 2 and 3: norms add one to their weight, and stand around attention and MLP. Embeddings are scaled. Gemma 2
-caps scores."""
+"""Gemma 1, 2 and 3, and VaultGemma: norms add one to their weight, and stand around attention and MLP, or before them.
+Embeddings are scaled. Gemma 2 and VaultGemma cap scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,27 @@ from keepwarm.runtime.native.description import Description, LayerParts, alike
 from keepwarm.runtime.native.families import llama
 
 
+def describe_vault(model: Any) -> Description:
+    """Describe VaultGemma, which is Gemma 2 without the norms after attention and MLP."""
+    layers = tuple(
+        LayerParts(
+            llama.attention(layer.self_attn),
+            llama.mlp(layer.mlp),
+            before=llama.norm(layer.input_layernorm, 1),
+            before_mlp=llama.norm(layer.pre_feedforward_layernorm, 1),
+        )
+        for layer in model.model.layers
+    )
+    return _capped(model, _described(model, layers, logit_cap=model.config.final_logit_softcapping or 0.0))
+
+
 def describe_second(model: Any) -> Description:
+    return _capped(model, describe(model))
+
+
+def _capped(model: Any, found: Description) -> Description:
     caps = [layer.self_attn.attn_logit_softcapping or 0.0 for layer in model.model.layers]
-    return replace(describe(model), score_cap=alike(caps, "bounds of scores"))
+    return replace(found, score_cap=alike(caps, "bounds of scores"))
 
 
 def describe(model: Any) -> Description:

@@ -1,5 +1,5 @@
-"""Llama, and models that differ from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3. The other
-families use the functions of this file."""
+"""Llama, and models that differ from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3, Seed-OSS,
+CWM, Arcee, Ernie 4.5, Helium. The other families use the functions of this file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.description import (
@@ -51,6 +52,12 @@ def describe(model: Any) -> Description:
     return described(model, layers)
 
 
+def describe_interleaved(model: Any) -> Description:
+    """Describe a model that rotates neighbouring dims, by cosines that it lists as Llama does."""
+    tables = (table(model.model.rotary_emb),)
+    return described(model, describe(model).layers, interleaved=True, tables=tables)
+
+
 def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
     """Return the description of a model whose parts are Llama's, except `others`."""
     body, config = model.model, model.config
@@ -69,7 +76,8 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
     if "tables" not in others:
         facts["tables"] = (table(body.rotary_emb, others.get("interleaved", False)),)
     facts |= others
-    rotary = 2 * facts["tables"][0](torch.zeros(1, dtype=torch.long))[0].shape[-1]
+    first = [each(torch.zeros(1, dtype=torch.long))[0].shape[-1] for each in facts["tables"][:1]]
+    rotary = 2 * sum(first)  # no layer of some models rotates
     return Description(layers=layers, rotary=rotary, **facts)
 
 
@@ -86,6 +94,11 @@ def norm(module: Any, more: float = 0.0) -> Norm | None:
     bias = getattr(module, "bias", None)
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return Norm(exact(module).float() + more, epsilon, None if bias is None else bias.detach().float())
+
+
+def norm_if_any(module: Any) -> Norm | None:
+    """Return a norm's parts, or None where a model has torch's identity in its place."""
+    return None if isinstance(module, nn.Identity) else norm(module)
 
 
 def exact(module: Any, name: str = "weight") -> torch.Tensor:
@@ -122,7 +135,8 @@ def attention(module: Any, *, table: int | None = 0, more: float = 0.0) -> Atten
 
 
 def mlp(module: Any) -> Mlp:
-    return Mlp(linear(module.up_proj), linear(module.down_proj), activation(module.act_fn), linear(module.gate_proj))
+    gate = linear(module.gate_proj) if hasattr(module, "gate_proj") else None
+    return Mlp(linear(module.up_proj), linear(module.down_proj), activation(module.act_fn), gate)
 
 
 def activation(module: Any) -> str:

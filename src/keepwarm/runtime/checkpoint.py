@@ -1,0 +1,110 @@
+"""Loads a checkpoint through transformers: with all the tensors that its model needs, and without other parts.
+
+A checkpoint that reads pictures or sound, too, holds a language model. Prompts are texts here, so it is loaded alone:
+the other parts would only take memory, and alone it is of a class that the kernels know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from keepwarm.errors import UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+# What tensors of the language model are called in the checkpoint, and when it is alone.
+_NAMES = {
+    r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head)": "model.",
+    r"^(model\.)?language_model\.lm_head": "lm_head",
+}
+_LAYERS = "model.layers."  # alone, its layers' tensors are called so
+# Language models without a class of their own, and those that compute the same for texts: a token of a text has one
+# position, where one of a picture has three.
+_SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")
+_ATTEND_AHEAD = ("paligemma",)  # tokens of a prompt attend to those behind them, so the language model alone differs
+_SHOWN = 3  # tensors that an error names
+
+
+def weights_on(
+    device: torch.device,
+    where: str,
+    dtype: torch.dtype,
+    settings: PreTrainedConfig | None = None,
+    *,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Load a model from a folder or a hub. Its tensors move to the device one by one as they are read, so the host's
+    memory never holds all of them. With the checkpoint's `settings`, the language model is loaded alone where there are
+    other parts. Raises UnsupportedModel if tensors are missing, for which transformers takes random numbers."""
+    text = None if settings is None else language_model(settings)
+    alone: dict[str, Any] = {} if text is None else {"config": text, "key_mapping": _NAMES}
+    loads: Any = AutoModelForCausalLM.from_pretrained  # transformers' types do not tell of what was loaded
+    with _unreported(text is not None):
+        model, told = loads(
+            where,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            device_map={"": device},
+            output_loading_info=True,
+            **alone,
+        )
+    kind = type(model).__name__
+    if missing := sorted(told["missing_keys"]):
+        raise UnsupportedModel(f"{where} lacks weights that {kind} needs: {_some(missing)}. Fetch it again")
+    if text is not None:
+        if beside := sorted(name for name in told["unexpected_keys"] if name.startswith(_LAYERS)):
+            raise UnsupportedModel(f"{where} has weights that its language model, as {kind}, has not: {_some(beside)}")
+        log.info("%s is loaded as %s alone: prompts are texts", where, kind)
+    found: PreTrainedModel = model
+    return found
+
+
+def language_model(settings: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return the configuration of the language model in a checkpoint of several parts. None if the checkpoint is one
+    whole, if transformers takes the part by itself, or if it has no class that runs it alone."""
+    text = settings.get_text_config(decoder=True)
+    known: Any = AutoModelForCausalLM._model_mapping
+    own = type(settings).__module__.startswith("transformers.models.") and not getattr(settings, "auto_map", None)
+    if text is settings or not own or settings.model_type in _ATTEND_AHEAD:
+        return None
+    if type(settings) in known and not known[type(settings)].__name__.endswith("ForConditionalGeneration"):
+        return None
+    if (same := _SAME.get(text.model_type)) is not None:
+        rope = {name: value for name, value in text.rope_parameters.items() if name not in _OF_PICTURES}
+        text = AutoConfig.for_model(**(text.to_dict() | {"model_type": same, "rope_parameters": rope}))
+    if type(text) not in known:
+        return None
+    text.tie_word_embeddings = settings.tie_word_embeddings  # what the whole model goes by
+    for name in ("quantization_config", "_commit_hash"):
+        if (found := getattr(settings, name, None)) is not None:
+            setattr(text, name, found)
+    return text
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+@contextmanager
+def _unreported(leaves_parts: bool) -> Iterator[None]:
+    """Keep transformers from listing the tensors of other parts as unexpected. What is wrong is still reported."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+
+    theirs = logging.getLogger("transformers.modeling_utils")
+    if leaves_parts:
+        theirs.addFilter(wanted)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(wanted)
