@@ -28,9 +28,12 @@ _SHARED = tuple((f"{name}_shexp", rows, columns) for name, rows, columns in _MLP
 EXPERTS, CHOSEN, EXPERT, WINDOW = 6, 2, 256, 96
 _EXPERTS = (("ffn_gate_exps", EXPERT, HIDDEN), ("ffn_up_exps", EXPERT, HIDDEN), ("ffn_down_exps", HIDDEN, EXPERT))
 _WIDE_EXPERTS = tuple((f"{name}_exps", rows, columns) for name, rows, columns in _MLP)
-_SHARING = ("qwen2moe", "qwen35moe")
-_WIDELY = ("mixtral", "granitemoe")  # their experts are as wide as an MLP
+_SHARING = ("qwen2moe", "qwen35moe", "granitehybrid-moe", "granitemoe-shared")
+_WIDELY = ("mixtral", "granitemoe", "granitemoe-shared", "granitehybrid-moe")  # their experts are as wide as an MLP
+_GRANITE4 = ("granitehybrid-moe", "granitehybrid-still")
+_FILES = {"mixtral": "llama"} | {name: name.rpartition("-")[0] for name in (*_GRANITE4, "granitemoe-shared")}
 _GEMMA = ("gemma2", "gemma3")
+_BIASED = ("qwen2", "qwen2vl", "qwen2moe", "gpt-oss", "seed_oss")  # queries, keys and values
 _NETS = ("qwen35", "qwen35moe")
 KEYS, VALUES, KEY_DIM, VALUE_DIM, KERNEL = 8, 16, 32, 32, 4  # of delta nets: heads, their widths, and a convolution's
 _CHANNELS = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
@@ -43,7 +46,12 @@ _NET = (
 )
 _GATED = (("attn_q", 2 * HEADS * DIM, HIDDEN), *_ATTENTION[1:])
 _LFM = ("lfm2", "lfm2moe")
+MAMBA_HEADS, MAMBA_GROUPS, MAMBA_STATE, MAMBA_INNER = 32, 2, 64, 2 * HIDDEN
+_MAMBA_CHANNELS = MAMBA_INNER + 2 * MAMBA_GROUPS * MAMBA_STATE
+_MAMBA = (("ssm_in", MAMBA_INNER + _MAMBA_CHANNELS + MAMBA_HEADS, HIDDEN), ("ssm_out", HIDDEN, MAMBA_INNER))
+_UNGATED = ("arcee",)
 _MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "granitemoe", "lfm2moe")
+_MIXTURES += ("granitehybrid-moe", "granitemoe-shared")
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
 _HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
     "Q4_0": (0, None, 0.0),
@@ -74,6 +82,7 @@ _SPREAD = {
     "IQ4_XS": 1370.0,
 }
 FLOATS = ("F16", "BF16", "F32")
+_ADDS: dict[type, Any] = {str: GGUFWriter.add_string, int: GGUFWriter.add_uint32, bool: GGUFWriter.add_bool}
 MIXTURE = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}  # as Q4_K_M has them
 
 
@@ -124,11 +133,14 @@ def write(
     and ups of experts are one tensor. `lacking` is how metadata end that are not written."""
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
-    writer = GGUFWriter(path, "llama" if architecture == "mixtral" else architecture)
-    is_lfm2 = architecture in _LFM
-    _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if is_lfm2 else KV_HEADS)
+    writer = GGUFWriter(path, _FILES.get(architecture, architecture))
+    is_lfm2, is_granite4 = architecture in _LFM, architecture.startswith("granitehybrid")
+    by_layer = is_lfm2 or is_granite4
+    _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if by_layer else KV_HEADS)
     if architecture in _GEMMA or architecture == "gpt-oss":
         writer.add_sliding_window(WINDOW)
+    if architecture in ("qwen2vl", "qwen3vl"):
+        writer.add_rope_dimension_sections([12, 10, 10, 0])
     if architecture in _NETS:
         writer.add_ssm_conv_kernel(KERNEL)
         writer.add_ssm_state_size(KEY_DIM)
@@ -137,6 +149,12 @@ def write(
         writer.add_ssm_inner_size(VALUES * VALUE_DIM)
         writer.add_full_attention_interval(LAYERS)
         writer.add_rope_dimension_sections([6, 5, 5, 0])
+    if is_granite4:
+        writer.add_ssm_conv_kernel(KERNEL)
+        writer.add_ssm_state_size(MAMBA_STATE)
+        writer.add_ssm_group_count(MAMBA_GROUPS)
+        writer.add_ssm_time_step_rank(MAMBA_HEADS)
+        writer.add_ssm_inner_size(MAMBA_INNER)
     if architecture in _MIXTURES:
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(CHOSEN)
@@ -171,11 +189,13 @@ def write(
         at = f"blk.{layer}."
         is_convolution = is_lfm2 and not layer
         is_net = architecture in _NETS and not layer
+        is_mamba = is_granite4 and not layer
         mixer = _mixer(architecture, layer)
         mlp = _FUSED_MLP if architecture == "phi3" else () if architecture in _MIXTURES else _MLP
+        mlp = mlp[1:] if architecture in _UNGATED else mlp
         for name, rows, columns in (*mixer, *mlp, *(_SHARED if architecture in _SHARING else ())):
             put(at + name, rows, columns)
-            is_biased = name in ("attn_q", "attn_k", "attn_v") and architecture in ("qwen2", "qwen2moe", "gpt-oss")
+            is_biased = name in ("attn_q", "attn_k", "attn_v") and architecture in _BIASED
             if is_biased or (name, architecture) == ("attn_output", "gpt-oss"):
                 floats(f"{at}{name}.bias", rows, 0.0)
         if is_convolution:
@@ -186,7 +206,14 @@ def write(
             floats(at + "ssm_a", VALUES, -1.0)
             floats(at + "ssm_dt.bias", VALUES, 0.0)
             floats(at + "ssm_norm.weight", VALUE_DIM, 1.0)
-        elif architecture in ("qwen3", "qwen3moe", "gemma3", *_LFM, *_NETS):
+        elif is_mamba:
+            floats(at + "ssm_conv1d.weight", (_MAMBA_CHANNELS, KERNEL), 0.3)
+            floats(at + "ssm_conv1d.bias", _MAMBA_CHANNELS, 0.1)
+            floats(at + "ssm_a", (MAMBA_HEADS, 1), -1.0)
+            floats(at + "ssm_d", (MAMBA_HEADS, 1), 1.0)
+            floats(at + "ssm_dt.bias", MAMBA_HEADS, 0.0)
+            floats(at + "ssm_norm.weight", (MAMBA_GROUPS, MAMBA_INNER // MAMBA_GROUPS), 1.0)
+        elif architecture in ("qwen3", "qwen3vl", "qwen3moe", "gemma3", *_LFM, *_NETS):
             floats(at + "attn_q_norm.weight", DIM, 1.0)
             floats(at + "attn_k_norm.weight", DIM, 1.0)
         if architecture == "olmo2":
@@ -194,7 +221,7 @@ def write(
             floats(at + "attn_k_norm.weight", KV_HEADS * DIM, 1.0)
         else:
             floats(at + "attn_norm.weight", HIDDEN, 1.0)
-        is_behind = architecture in ("gpt-oss", *_NETS)
+        is_behind = architecture in ("gpt-oss", "seed_oss", *_NETS)
         if architecture != "olmo2":
             floats(at + ("post_attention_norm.weight" if is_behind else "ffn_norm.weight"), HIDDEN, 1.0)
         if architecture in (*_GEMMA, "olmo2"):
@@ -215,7 +242,7 @@ def write(
                 writer.add_tensor(f"{at}ffn_gate_up_exps.weight", both, raw_dtype=GGMLQuantizationType[kinds[""]])
         if architecture == "lfm2moe":
             floats(at + "exp_probs_b.bias", EXPERTS, 0.0)
-        if architecture in _SHARING:
+        if architecture in ("qwen2moe", "qwen35moe"):
             floats(at + "ffn_gate_inp_shexp.weight", HIDDEN, 0.0)
         if architecture == "gpt-oss":
             floats(at + "ffn_gate_inp.bias", EXPERTS, 0.0)
@@ -225,8 +252,8 @@ def write(
             writer.add_tensor(name, value[0], raw_dtype=value[1])
             continue
         writer.kv_data[0].pop(name, None)
-        add = {str: writer.add_string, int: writer.add_uint32}.get(type(value), writer.add_float32)
-        add(name, value)
+        add = _ADDS.get(type(value), GGUFWriter.add_float32)
+        add(writer, name, value)
     for name in [name for name in writer.kv_data[0] if lacking and name.endswith(lacking)]:
         del writer.kv_data[0][name]
     writer.write_header_to_file()
@@ -239,6 +266,7 @@ def write(
 def _mixer(architecture: str, layer: int) -> tuple[tuple[str, int, int], ...]:
     """The weights of a layer's first part."""
     first = {**dict.fromkeys(_LFM, _CONVOLUTION), **dict.fromkeys(_NETS, _NET)}
+    first |= dict.fromkeys(("granitehybrid", *_GRANITE4), _MAMBA)
     if not layer and architecture in first:
         return first[architecture]
     return {"phi3": _FUSED, **dict.fromkeys(_NETS, _GATED)}.get(architecture, _ATTENTION)

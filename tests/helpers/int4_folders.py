@@ -7,6 +7,7 @@ AWQ's along `out` in the order 0, 2, 4, 6, 1, 3, 5, 7, compressed-tensors' along
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.helpers.models import FAMILIES, tiny
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PLAIN = tuple(range(8))
+_PRODUCT = re.compile(r"_proj(_qkvz?|_z)?\.weight$")  # other weights stay in floats
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 256,
@@ -174,7 +176,7 @@ def write(
         if value.dim() == 3 and ".experts." in name:
             made, meant[name] = _experts(name, value * 0.3, how, model.config.model_type == "mixtral")
             tensors |= made
-        elif "_proj.weight" in name:
+        elif _PRODUCT.search(name):
             made = quantized(value * 0.3, how)
             tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in made.tensors.items()}
             meant[name] = made.meant

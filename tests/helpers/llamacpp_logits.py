@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from tests.helpers.gguf_files import write
 
-TIED = ("gemma2", "gemma3", "lfm2", "lfm2moe", "qwen3", "smollm3")
+TIED = ("ernie4_5", "gemma2", "gemma3", "granitehybrid", "lfm2", "lfm2moe", "qwen3", "qwen3vl", "smollm3")
+MORE_KINDS = (
+    "mixtral",
+    "granitehybrid-moe",
+    "granitehybrid-still",
+    "granitemoe-shared",
+)  # of architectures that have several
 # Metadata beside the usual. The rotary embedding of gpt-oss is not scaled here: llama.cpp rounds the range of
 # frequencies that are, and the model's own configuration says not to.
 MORE: Mapping[str, Mapping[str, Any]] = {
@@ -28,7 +34,17 @@ MORE: Mapping[str, Mapping[str, Any]] = {
             f"{name}.residual_scale": 0.5,
             f"{name}.logit_scale": 4.0,
         }
-        for name in ("granite", "granitemoe")
+        for name in ("granite", "granitemoe", "granitehybrid")
+    },
+    "granitehybrid-still": {"granitehybrid.rope.scaling.finetuned": False},
+    "mistral3": {
+        "mistral3.attention.temperature_scale": 0.5,
+        "mistral3.rope.scaling.type": "yarn",
+        "mistral3.rope.scaling.factor": 4.0,
+        "mistral3.rope.scaling.original_context_length": 32,
+        "mistral3.rope.scaling.yarn_beta_fast": 32.0,
+        "mistral3.rope.scaling.yarn_beta_slow": 1.0,
+        "mistral3.rope.scaling.yarn_log_multiplier": 1.0,
     },
 }
 IDS = np.random.default_rng(1).integers(0, 256, 120).tolist()  # more than the windows
@@ -46,7 +62,8 @@ print(json.dumps([llama.scores[row].tolist() for row in rows]))
 
 
 def written(path: Path, architecture: str) -> Path:
-    return write(path, architecture=architecture, is_tied=architecture in TIED, others=MORE.get(architecture))
+    others = MORE.get(architecture, MORE.get(architecture.rpartition("-")[0]))
+    return write(path, architecture=architecture, is_tied=architecture in TIED, others=others)
 
 
 def known() -> dict[str, list[list[float]]]:
@@ -60,7 +77,7 @@ def main() -> None:
 
     made: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in (*ARCHITECTURES, "mixtral"):
+        for name in (*ARCHITECTURES, *MORE_KINDS):
             path = written(Path(folder) / "m.gguf", name)
             command = [sys.argv[1], "-c", _PROGRAM, str(path), json.dumps([IDS, ROWS])]
             done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -42,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "qwen3moe", "qwen35"])
+@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "granitehybrid", "qwen3moe", "qwen35"])
 def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(architecture: str, tmp_path: Path) -> None:
     """Of a plain model, of one with short convolutions, with windows, with experts, and with delta nets."""
     is_tied = architecture in ("lfm2", "gemma3")
@@ -150,7 +150,7 @@ def test_logits_are_near_those_of_llama_cpp(architecture: str, tmp_path: Path) -
 
 
 def test_every_architecture_is_compared_with_llama_cpp() -> None:
-    assert {*llamacpp_logits.known()} == {*ARCHITECTURES, "mixtral"}
+    assert {*llamacpp_logits.known()} == {*ARCHITECTURES, *llamacpp_logits.MORE_KINDS}
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -268,6 +268,11 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     refused(write(tmp_path / "d.gguf", others=more), "blk.0.more.weight", "no place")
     part = f"blk.{LAYERS - 1}.ffn_up_exps.weight"
     refused(write(tmp_path / "g.gguf", architecture="qwen3moe", left_out=part), "lacks up_weight", "experts")
+    for part in ("gate", "up"):
+        file = write(tmp_path / "n.gguf", architecture="granitehybrid", left_out=f"blk.1.ffn_{part}.weight")
+        refused(file, f"lacks the {part}", "shared_mlp.input_linear")
+    wide = {"granitehybrid.ssm.inner_size": 300}
+    refused(write(tmp_path / "o.gguf", architecture="granitehybrid", others=wide), "300 columns", "32 heads")
     bias = (np.zeros(1, np.float32), GGMLQuantizationType.F32)
     path = write(tmp_path / "i.gguf", left_out="blk.0.attn_q.bias", others={"blk.0.attn_q.bias": bias})
     refused(path, "bias", "(1,)", "expected (256,)")

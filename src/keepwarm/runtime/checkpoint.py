@@ -7,6 +7,7 @@ the other parts would only take memory, and alone it is of a class that the kern
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ _NAMES = {
     r"^(model\.)?(language_model|text_model)\.(model\.)?(?!lm_head)": "model.",
     r"^(model\.)?language_model\.lm_head": "lm_head",
 }
-_LAYERS = "model.layers."  # alone, its layers' tensors are called so
+_LAYERS, _AROUND = "model.layers.", ("model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.")
 # Language models without a class of their own, and those that compute the same for texts: a token of a text has one
 # position, where one of a picture has three.
 _SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -86,6 +87,16 @@ def language_model(settings: PreTrainedConfig) -> PreTrainedConfig | None:
         if (found := getattr(settings, name, None)) is not None:
             setattr(text, name, found)
     return text
+
+
+def name_alone(name: str) -> str:
+    """Return what a tensor of a checkpoint of several parts is called when the language model is alone."""
+    return next((re.sub(pattern, alone, name) for pattern, alone in _NAMES.items() if re.match(pattern, name)), name)
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a tensor, by its name when it is alone, is one of the language model's."""
+    return name.startswith((_LAYERS, *_AROUND))
 
 
 def _some(names: list[str]) -> str:

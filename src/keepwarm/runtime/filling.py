@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.native.block_experts import BlockExperts, Stack
-from keepwarm.runtime.native.blocks import COLUMNS, BlockEmbedding, BlockLinear, Blocks
+from keepwarm.runtime.native.blocks import COLUMNS, BlockEmbedding, BlockLinear, BlockLinears, Blocks
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,14 @@ class Experts:
     down: Stack
 
 
-Tensors = Mapping[str, Blocks | torch.Tensor | Experts]
+@dataclass(frozen=True)
+class Joined:
+    """Weights in blocks whose outputs are one module's, one after another."""
+
+    parts: tuple[Blocks, ...]
+
+
+Tensors = Mapping[str, Blocks | torch.Tensor | Experts | Joined]
 
 
 def empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -42,14 +49,16 @@ def empty(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def fill(path: Path, model: PreTrainedModel, found: Tensors, dtype: torch.dtype) -> None:
-    """Replace an empty model's modules by such as use a file's tensors, by their names. Experts have the name of their
-    module. Raises UnsupportedModel, with what was found and what is expected."""
-    plain = {name: value for name, value in found.items() if not isinstance(value, Experts)}
+    """Replace an empty model's modules by such as use a file's tensors, by their names. Experts and joined weights have
+    the name of their module. Raises UnsupportedModel, with what was found and what is expected."""
+    plain = {name: value for name, value in found.items() if not isinstance(value, Experts | Joined)}
     for name in sorted({name.rpartition(".")[0] for name in plain if name.endswith((".weight", ".bias"))}):
         _put(path, model, name, plain.get(f"{name}.weight"), plain.get(f"{name}.bias"), dtype)
     for name, value in found.items():
         if isinstance(value, Experts):
             _put_experts(path, model, name, value)
+        elif isinstance(value, Joined):
+            _put_joined(path, model, name, value)
         elif not name.endswith((".weight", ".bias")):
             _put_alone(path, model, name, value, dtype)
     if model.config.tie_word_embeddings:
@@ -121,6 +130,17 @@ def _put(
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     if not isinstance(module, nn.Embedding) and (type(module) is not nn.Linear or len(weight) == 1):
         module.register_buffer("exact_weight", weight.float())  # the file's own numbers, not rounded, for the kernels
+
+
+def _put_joined(path: Path, model: PreTrainedModel, name: str, found: Joined) -> None:
+    module: Any = model.get_submodule(name)
+    shapes, expected = [part.shape for part in found.parts], tuple(module.weight.shape)
+    each = (expected[0] // len(shapes), expected[1])
+    if type(module) is not nn.Linear or module.bias is not None or set(shapes) != {each}:
+        raise UnsupportedModel(f"{path} has parts of {name} of the shapes {shapes}; expected {each} each")
+    for part in found.parts:
+        _check_width(path, name, part)
+    model.set_submodule(name, BlockLinears(found.parts))
 
 
 def _put_alone(path: Path, model: PreTrainedModel, name: str, value: Blocks | torch.Tensor, dtype: torch.dtype) -> None:

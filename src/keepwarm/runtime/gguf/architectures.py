@@ -43,7 +43,7 @@ class Architecture:
     """How a value of `general.architecture` is read. `model_type` is transformers' name of the model, and `names` that
     of its table of metadata; both default to the architecture's own name. `told` gives more of the configuration. A
     file may rotate a part of a head's dims if `partial`, and scale its rotary embedding in the ways `scaled`. It may
-    have gated delta nets, `has_nets` (`delta_nets`)."""
+    have gated delta nets, `has_nets` (`delta_nets`), or Mamba-2, `has_mamba` (`mamba`)."""
 
     model_type: str = ""
     names: str = ""
@@ -51,6 +51,7 @@ class Architecture:
     partial: bool = False
     scaled: tuple[str, ...] = ()
     has_nets: bool = False
+    has_mamba: bool = False
 
 
 def _lfm2(file: Metadata, architecture: str = "lfm2") -> dict[str, Any]:
@@ -82,9 +83,13 @@ def _lfm2moe(file: Metadata) -> dict[str, Any]:
 
 
 def _granite(file: Metadata, architecture: str = "granite") -> dict[str, Any]:
-    """A file without a scale of scores has that of a head's width."""
     if file.value(f"{architecture}.rope.scaling.finetuned") is False:
         raise ValueError("it says that positions are not rotated (rope.scaling.finetuned)")
+    return _factors(file, architecture)
+
+
+def _factors(file: Metadata, architecture: str) -> dict[str, Any]:
+    """A file without a scale of scores has that of a head's width."""
     factors = {
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
@@ -102,7 +107,74 @@ def _width(file: Metadata, architecture: str) -> int:
 
 
 def _granitemoe(file: Metadata) -> dict[str, Any]:
-    return _granite(file, "granitemoe") | _experts(file, "granitemoe", "num_local_experts")
+    found = _granite(file, "granitemoe") | _experts(file, "granitemoe", "num_local_experts")
+    if shared := file.value("granitemoe.expert_shared_feed_forward_length"):
+        found |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
+    return found
+
+
+def _granitehybrid(file: Metadata) -> dict[str, Any]:
+    """A layer without heads of keys is Mamba-2. Without experts, what is called a shared one is the layer's MLP."""
+    own = "granitehybrid"
+    heads, inner = file.numbers(f"{own}.attention.head_count_kv"), file.needed(f"{own}.ssm.inner_size")
+    count, hidden = file.needed(f"{own}.ssm.time_step_rank"), file.needed(f"{own}.embedding_length")
+    if inner % hidden or inner % count:
+        raise ValueError(f"it has states of {inner} columns, {count} heads and rows of {hidden}")
+    rotates = file.value(f"{own}.rope.scaling.finetuned") is not False
+    width = file.value(f"{own}.expert_shared_feed_forward_length") or file.needed(f"{own}.feed_forward_length")
+    experts = {"num_local_experts": 0}
+    if file.value(f"{own}.expert_count"):
+        experts = _experts(file, own, "num_local_experts")
+    return {
+        **_factors(file, own),
+        **experts,
+        "num_key_value_heads": max(heads),
+        "layers_block_type": ["attention" if count else "mamba" for count in heads],
+        "position_embedding_type": "rope" if rotates else None,
+        "shared_intermediate_size": width,
+        "mamba_d_conv": file.needed(f"{own}.ssm.conv_kernel"),
+        "mamba_d_state": file.needed(f"{own}.ssm.state_size"),
+        "mamba_n_groups": file.needed(f"{own}.ssm.group_count"),
+        "mamba_n_heads": count,
+        "mamba_d_head": inner // count,
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in file.names),
+    }
+
+
+def _mistral3(file: Metadata) -> dict[str, Any]:
+    """The magnitude of queries and keys is not scaled beside the frequencies: both of its factors are alike."""
+    original = file.value("mistral3.rope.scaling.original_context_length") or file.needed("mistral3.context_length")
+    rope = {
+        "rope_type": "default",
+        "rope_theta": file.needed("mistral3.rope.freq_base"),
+        "original_max_position_embeddings": original,
+        "llama_4_scaling_beta": file.value("mistral3.attention.temperature_scale") or 0.0,
+    }
+    if file.value("mistral3.rope.scaling.type") == "yarn":
+        magnitude = file.value("mistral3.rope.scaling.yarn_log_multiplier") or 0.0
+        rope |= {
+            "rope_type": "yarn",
+            "factor": file.needed("mistral3.rope.scaling.factor"),
+            "beta_fast": file.value("mistral3.rope.scaling.yarn_beta_fast") or 32.0,
+            "beta_slow": file.value("mistral3.rope.scaling.yarn_beta_slow") or 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": magnitude,
+        }
+    return {"sliding_window": None, "rope_parameters": rope}
+
+
+def _wide(file: Metadata, architecture: str) -> dict[str, Any]:
+    """A head's width where a file does not say it, and transformers does not take it from that of rows."""
+    return {"head_dim": file.value(f"{architecture}.attention.key_length") or _width(file, architecture)}
+
+
+def _ernie(file: Metadata) -> dict[str, Any]:
+    return _wide(file, "ernie4_5") | {"use_bias": False}
+
+
+def _seed_oss(file: Metadata) -> dict[str, Any]:
+    return _wide(file, "seed_oss") | {"attention_bias": "blk.0.attn_q.bias" in file.names, "attention_out_bias": False}
 
 
 def _gemma(file: Metadata, architecture: str, layers_of_27b: int) -> dict[str, Any]:
@@ -200,22 +272,29 @@ _MIXTRAL = Architecture("mixtral", "llama", told=_mixtral)  # `llama` with exper
 _MISTRAL = Architecture("mistral", "mistral")
 
 ARCHITECTURES = {  # by values of general.architecture
+    "arcee": Architecture(names="llama"),
+    "ernie4_5": Architecture(names="llama", told=_ernie),
     "gemma2": Architecture(told=_gemma2),
     "gemma3": Architecture("gemma3_text", told=_gemma3, scaled=("linear",)),
     "gpt-oss": Architecture("gpt_oss", "gpt_oss", told=_gpt_oss, scaled=("yarn",)),
     "granite": Architecture(names="llama", told=_granite),
+    "granitehybrid": Architecture("granitemoehybrid", "llama", told=_granitehybrid, has_mamba=True),
     "granitemoe": Architecture(names="llama", told=_granitemoe),
     "lfm2": Architecture(told=_lfm2),
     "lfm2moe": Architecture("lfm2_moe", "lfm2", told=_lfm2moe),
     "llama": Architecture(),
+    "mistral3": Architecture("ministral3", "mistral", told=_mistral3, scaled=("yarn",)),
     "olmo2": Architecture(names="qwen3", told=_olmo2),
     "phi3": Architecture(told=_phi3, partial=True),
     "qwen2": Architecture(),
+    "qwen2vl": Architecture("qwen2", "qwen2"),
     "qwen2moe": Architecture("qwen2_moe", "qwen2_moe", told=_qwen2moe),
     "qwen3": Architecture(),
     "qwen35": Architecture("qwen3_5_text", _NONE, told=_qwen35, partial=True, has_nets=True),
     "qwen35moe": Architecture("qwen3_5_moe_text", _NONE, told=_qwen35moe, partial=True, has_nets=True),
     "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", told=_qwen3moe),
+    "qwen3vl": Architecture("qwen3", "qwen3"),
+    "seed_oss": Architecture(names="llama", told=_seed_oss),
     "smollm3": Architecture(names="llama"),
 }
 

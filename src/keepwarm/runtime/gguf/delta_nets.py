@@ -15,7 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 
-class _Processed(NamedTuple):
+class Processed(NamedTuple):
+    """A tensor's values, as transformers' own classes for this return them."""
+
     weights: npt.NDArray[Any]
 
 
@@ -33,7 +35,7 @@ class Processor:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = SimpleNamespace(**config)
 
-    def process(self, weights: npt.NDArray[Any], name: str) -> _Processed:
+    def process(self, weights: npt.NDArray[Any], name: str) -> Processed:
         config, own = self._config, name.removesuffix(".weight").rpartition("blk.")[2].partition(".")[2]
         if name.endswith("norm.weight") and own != "ssm_norm":
             weights = weights - np.float32(1)
@@ -46,7 +48,7 @@ class Processor:
             weights = weights.reshape(len(order), -1)[order.numpy()][:, None]
         elif own == "ffn_gate_inp_shexp":
             weights = weights.reshape(1, -1)
-        return _Processed(weights)
+        return Processed(weights)
 
 
 def _channels_of_keys(config: Any) -> int:

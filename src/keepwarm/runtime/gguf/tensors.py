@@ -15,16 +15,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.filling import Experts
+from keepwarm.runtime.filling import Experts, Joined
+from keepwarm.runtime.gguf import delta_nets, mamba
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
-from keepwarm.runtime.gguf.delta_nets import Processor
 from keepwarm.runtime.gguf.file import FLOATS
 from keepwarm.runtime.gguf.reader import Reader
 from keepwarm.runtime.native.block_experts import Stack, Stacked
 from keepwarm.runtime.native.blocks import KINDS, Blocks, raw_bytes
 
-_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d)\.weight$")  # matrices that are floats
-_LIKE = {"granite": "llama", "granitemoe": "llama", "smollm3": "llama", "lfm2moe": "lfm2"}  # rows are ordered as there
+# Matrices that are floats.
+_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d|ssm_norm)\.weight$|ssm_[ad]$")
+_LLAMAS = ("arcee", "granite", "granitemoe", "mistral3", "smollm3")
+_LIKE = {**dict.fromkeys(_LLAMAS, "llama"), "lfm2moe": "lfm2"}  # rows are ordered as there
 _FACTORS = "rope_freqs.weight"  # rotary frequencies are divided by it
 _OTHERS = {  # names that gguf's table does not have, by how the model's end
     ".dt_bias": "ssm_dt.bias",
@@ -32,7 +34,12 @@ _OTHERS = {  # names that gguf's table does not have, by how the model's end
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
 }
 _PARTS = ("gate", "up", "down")
+_JOINED = ".shared_mlp.input_linear.weight"  # a model's product of a gate and an up, which are two in a file
+_JOINED_BACK = ".shared_mlp.output_linear.weight"
+_SHARED = ("", "_shexp")  # how files name such an MLP: without experts, and beside them
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)$")
+
+Found = Blocks | torch.Tensor | Experts | Joined
 
 
 def _is_matrix(tensor: Any) -> bool:
@@ -45,7 +52,7 @@ def _in_blocks(tensors: Any, has_nets: bool) -> bool:
     return has_nets or any(each.tensor_type.name in KINDS or _EXPERTS.match(each.name) for each in tensors)
 
 
-def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, Blocks | torch.Tensor | Experts]:
+def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, Found]:
     """Return the file's tensors by their names in the model."""
     architecture = str(reader.value("general.architecture"))
     processor, names = processor_of(model, architecture), tensor_names(model, architecture)
@@ -53,8 +60,8 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
     layers, more = model.config.num_hidden_layers, reader.value(f"{architecture}.nextn_predict_layers") or 0
     # Layers that predict further tokens are left out.
     behind = tuple(f"blk.{layer}." for layer in range(layers, layers + min(more, layers)))
-    found: dict[str, Blocks | torch.Tensor | Experts] = {}
-    parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts
+    found: dict[str, Found] = {}
+    parts: dict[str, dict[str, Any]] = defaultdict(dict)  # of experts, and of joined products
     for each in reader.tensors:
         if each.name == _FACTORS:
             if each.tensor_type is not GGMLQuantizationType.F32:
@@ -67,15 +74,29 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
             raise UnsupportedModel(f"{path} has a tensor {each.name}, for which {type(model).__name__} has no place")
         if piece := _EXPERTS.fullmatch(each.name):
             parts[names[each.name]] |= _of_experts(each, *piece.groups())
+        elif names[each.name].endswith(_JOINED):
+            parts[names[each.name]][_part(each.name)] = _values(each, processor, stay)
         else:
             found[names[each.name]] = _values(each, processor, stay)
     if missing := [theirs for theirs, name in names.items() if name.endswith(".expert_bias") and name not in found]:
         raise UnsupportedModel(f"{path} lacks {missing[0]}")  # it is a buffer of the model, which has numbers already
     for module, pieces in parts.items():
+        if module.endswith(_JOINED):
+            if lacking := {"gate", "up"} - pieces.keys():
+                raise UnsupportedModel(f"{path} lacks the {lacking.pop()} of {module}")
+            found |= _joined(module, (pieces["gate"], pieces["up"]))
+            continue
         if lacking := {f"{name}_weight" for name in _PARTS} - pieces.keys():
             raise UnsupportedModel(f"{path} lacks {', '.join(sorted(lacking))} of {module}")
         found[module] = Experts(*(Stack(pieces[f"{name}_weight"], pieces.get(f"{name}_bias")) for name in _PARTS))
     return found
+
+
+def _joined(name: str, parts: tuple[Any, ...]) -> dict[str, Found]:
+    """Return the tensors of a product whose parts are several in a file."""
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return {name: torch.cat(parts)}
+    return {name.removesuffix(".weight"): Joined(parts)}
 
 
 def _values(tensor: Any, processor: Any, stay: bool) -> Blocks | torch.Tensor:
@@ -116,7 +137,9 @@ def _floats(tensor: Any) -> npt.NDArray[np.float32]:
 def processor_of(model: PreTrainedModel, architecture: str) -> Any:
     """Return what transformers does to the values of a file's tensors."""
     like = _LIKE.get(architecture, architecture)
-    known: Any = Processor if ARCHITECTURES[architecture].has_nets else TENSOR_PROCESSORS.get(like)
+    own, known = ARCHITECTURES[architecture], TENSOR_PROCESSORS.get(like)
+    if own.has_nets or own.has_mamba:
+        known = delta_nets.Processor if own.has_nets else mamba.Processor
     return (known or TensorProcessor)(config=model.config.to_dict())
 
 
@@ -133,9 +156,18 @@ def tensor_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
             found |= {f"{part}.{of}": module for part in parts for of in ("weight", "bias")}
         elif other := next((theirs for end, theirs in _OTHERS.items() if name.endswith(end)), ""):
             found[_layer(name) + other] = name
+        elif name.endswith(_JOINED):
+            found |= {f"{_layer(name)}ffn_{part}{shared}.weight": name for part in ("gate", "up") for shared in _SHARED}
+        elif name.endswith(_JOINED_BACK):
+            found |= {f"{_layer(name)}ffn_down{shared}.weight": name for shared in _SHARED}
         elif (theirs := table.get_name(name, (".weight", ".bias"))) is not None:
-            found[theirs if own in ("weight", "bias", "A_log") else f"{theirs}.weight"] = name
+            found[theirs if own in ("weight", "bias", "A_log", "D") else f"{theirs}.weight"] = name
     return found
+
+
+def _part(name: str) -> str:
+    """Whether a tensor is the gate or the up of a layer's MLP."""
+    return "gate" if ".ffn_gate" in name else "up"
 
 
 def _layer(name: str) -> str:

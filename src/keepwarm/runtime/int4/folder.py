@@ -20,6 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.checkpoint import is_of_text, language_model, name_alone
 from keepwarm.runtime.filling import Experts, empty, fill, keep_maps, shapes_of
 from keepwarm.runtime.int4.formats import Format, format_of
 from keepwarm.runtime.int4.tensors import Tensors
@@ -75,12 +76,15 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     if not type(config).__module__.startswith("transformers.models."):
         raise NotMapped("the kernels run models of transformers' own classes")
+    text = language_model(config)
+    config = config if text is None else text
     del config.quantization_config
     model = empty(config, dtype)
     if type(model).__name__ not in COVERED:
         raise NotMapped(f"the kernels do not have {type(model).__name__}")
     tensors = Tensors.of(folder)
-    fill(folder, model, dict(_tensors(folder, model, form, tensors.found)), dtype)
+    named = _named(folder, tensors.found, is_part=text is not None)
+    fill(folder, model, dict(_tensors(folder, model, form, named)), dtype)
     _check(model)
     keep_maps(model, tensors.maps)
     types = {name: str(tensor.dtype) for name, tensor in tensors.found.items()}
@@ -92,17 +96,28 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     return model
 
 
-def _tensors(folder: Path, model: PreTrainedModel, form: Format, found: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+def _named(folder: Path, found: Mapping[str, torch.Tensor], *, is_part: bool) -> dict[str, tuple[str, torch.Tensor]]:
+    """Return a folder's names and tensors by their names in the model. If this `is_part` of what the folder holds, the
+    other parts' tensors are left out."""
+    named: dict[str, tuple[str, torch.Tensor]] = {}
+    for theirs, tensor in found.items():
+        name = (name_alone(theirs) if is_part else theirs).replace(*_RENAMED)
+        if is_part and not is_of_text(name):
+            continue
+        if name in named:
+            raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
+        named[name] = theirs, tensor
+    return named
+
+
+def _tensors(
+    folder: Path, model: PreTrainedModel, form: Format, found: Mapping[str, tuple[str, torch.Tensor]]
+) -> Iterator[Any]:
     """Yield names of weights and biases with their tensors, as `filling.fill` takes them."""
     modules = dict(model.named_modules())
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     told: dict[str, str] = {}  # what the folder calls a module
-    seen: set[str] = set()
-    for theirs, tensor in found.items():
-        name = theirs.replace(*_RENAMED)
-        if name in seen:
-            raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
-        seen.add(name)
+    for name, (theirs, tensor) in found.items():
         if module := form.module_of(name):
             told[module] = theirs.rpartition(".")[0]
             parts[module][name.rpartition(".")[2]] = tensor
@@ -148,12 +163,13 @@ def _plain(name: str, tensor: torch.Tensor, modules: Mapping[str, nn.Module], th
     floats."""
     module, _, last = name.rpartition(".")
     owner: Any = modules.get(module)
-    if owner is not None and last in owner._buffers:  # what a router adds to its scores
-        yield name, tensor.float()
+    alone = last not in ("weight", "bias")
+    if owner is not None and (last in owner._buffers or (alone and last in owner._parameters)):
+        yield name, tensor.float()  # what a router adds to its scores, or the decay of a head
         return
     if last == "bias" and not tensor.any() and (_EXPERT.fullmatch(module) or getattr(owner, last, tensor) is None):
         return  # some tools write a bias of zeros for every module
-    if owner is None or last not in ("weight", "bias"):
+    if owner is None or alone:
         raise NotMapped(f"a tensor {theirs}")
     if getattr(owner, last, None) is None:
         raise NotMapped(f"a tensor {theirs}, for which the model has no place")

@@ -225,6 +225,17 @@ class BlockLinear(nn.Module):
         return made.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+class BlockLinears(nn.Module):
+    """`nn.Linear` without a bias over several weights in blocks, whose outputs follow one another."""
+
+    def __init__(self, weights: Sequence[Blocks]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(weight.linear(None) for weight in weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
 class BlockEmbedding(nn.Module):
     """`nn.Embedding` over a table in blocks. Some models multiply embeddings by `scale`."""
 

@@ -97,7 +97,23 @@ class Grouped(Blocks):
         return tuple(replace(self, rows=size, first=start, others=every - size) for size, start in parts)
 
     def of_rows(self, numbers: torch.Tensor) -> Blocks:
-        raise ValueError("products in groups of 4 bits whose heads are several in one")
+        """Return a copy of the rows of these numbers `[n]`. Raises ValueError unless they are whole eights of rows: a
+        word may have the codes or zeros of eight."""
+        eights = numbers.reshape(-1, _CODES) if len(numbers) % _CODES == 0 else numbers[:, None]
+        whole = eights[:, 0] // _CODES
+        if self.others or not torch.equal(eights, _CODES * whole[:, None] + torch.arange(_CODES)):
+            raise ValueError("products in groups of 4 bits of which parts are taken that are no whole eights of rows")
+
+        def taken(held: torch.Tensor, which: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return _bytes(held.view(dtype).index_select(0 if self.layout == COMPRESSED else 1, which))
+
+        return replace(
+            self,
+            rows=len(numbers),
+            raw=taken(self.raw, whole if self.layout == AWQ else numbers),
+            scales=taken(self.scales, numbers, torch.int16 if self.scale_kind else torch.int32),
+            zeros=None if self.zeros is None else taken(self.zeros, whole),
+        )
 
     def linear(self, bias: torch.Tensor | None) -> BlockLinear:
         return GroupedLinear(self, bias)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.block_experts import BlockExperts, BlockStack, LinearStack
-from keepwarm.runtime.native.blocks import BlockEmbedding, BlockLinear
+from keepwarm.runtime.native.blocks import BlockEmbedding, BlockLinear, BlockLinears
 from keepwarm.runtime.native.description import Description, NotCovered
 from keepwarm.runtime.native.families import (
     cohere,
@@ -122,7 +122,7 @@ def described(model: Any, *, anywhere: bool = False) -> Description:
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module is of torch or of the model's own code. An adapter's wrapper has a `weight`, too, which
     does not tell what it computes."""
-    if isinstance(module, BlockLinear | BlockEmbedding | BlockExperts | BlockStack | LinearStack):
+    if isinstance(module, BlockLinear | BlockLinears | BlockEmbedding | BlockExperts | BlockStack | LinearStack):
         return True
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear

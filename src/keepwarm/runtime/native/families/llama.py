@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.blocks import Blocks
+from keepwarm.runtime.native.blocks import BlockLinears, Blocks
 from keepwarm.runtime.native.description import (
     Attention,
     Description,
@@ -117,6 +117,8 @@ def linear(module: Any) -> Linear:
 
 def split(module: Any, *sizes: int) -> tuple[Linear, ...]:
     """Return the parts of a fused product. `sizes` are their numbers of outputs; by default it is halved."""
+    if isinstance(module, BlockLinears):
+        return tuple(map(linear, module.parts))
     fused = weight(module)
     sizes = sizes or (len(fused) // 2,) * 2
     weights = fused.split(sizes)
