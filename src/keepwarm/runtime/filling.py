@@ -134,9 +134,9 @@ def _put(
 
 def _put_joined(path: Path, model: PreTrainedModel, name: str, found: Joined) -> None:
     module: Any = model.get_submodule(name)
-    shapes, expected = [part.shape for part in found.parts], tuple(module.weight.shape)
+    shapes, expected = [tuple(part.shape) for part in found.parts], tuple(module.weight.shape)
     each = (expected[0] // len(shapes), expected[1])
-    if type(module) is not nn.Linear or module.bias is not None or set(shapes) != {each}:
+    if getattr(module, "bias", None) is not None or type(module) is not nn.Linear or set(shapes) != {each}:
         raise UnsupportedModel(f"{path} has parts of {name} of the shapes {shapes}; expected {each} each")
     for part in found.parts:
         _check_width(path, name, part)

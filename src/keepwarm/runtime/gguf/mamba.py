@@ -15,7 +15,8 @@ class Processor:
     """Changes the values of a file's tensors to those of transformers. Attention is as in files of Llama."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._llama: Any = TENSOR_PROCESSORS["llama"](config=config)
+        llama: Any = TENSOR_PROCESSORS["llama"]
+        self._llama = llama(config=config)
 
     def process(self, weights: npt.NDArray[Any], name: str) -> Any:
         own = name.removesuffix(".weight").rpartition(".")[2]

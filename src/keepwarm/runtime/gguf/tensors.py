@@ -137,7 +137,8 @@ def _floats(tensor: Any) -> npt.NDArray[np.float32]:
 def processor_of(model: PreTrainedModel, architecture: str) -> Any:
     """Return what transformers does to the values of a file's tensors."""
     like = _LIKE.get(architecture, architecture)
-    own, known = ARCHITECTURES[architecture], TENSOR_PROCESSORS.get(like)
+    own = ARCHITECTURES[architecture]
+    known: Any = TENSOR_PROCESSORS.get(like)
     if own.has_nets or own.has_mamba:
         known = delta_nets.Processor if own.has_nets else mamba.Processor
     return (known or TensorProcessor)(config=model.config.to_dict())
