@@ -4,8 +4,8 @@
 
 MODEL is a folder, say of Gemma 3 270M, or a GGUF file, whose weights transformers widens. With `--random` it gives
 its tokenizer to a model of random weights, whose times are those of any weights: a small Qwen3-MoE (8 layers of 32
-experts, four for each token), or a hybrid of the shape of LFM2 350M (10 short convolutions, 6 layers with attention)
-or Qwen3.5 0.8B (18 gated delta nets, 6 layers with attention). `decode`: milliseconds per token, greedy, after the
+experts, four for each token), or a hybrid of the shape of LFM2 350M (10 short convolutions, 6 layers with attention),
+Granite 4 H 350M (28 layers of Mamba-2, 4 with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 with attention). `decode`: milliseconds per token, greedy, after the
 prefix. `hit`: a question of 24 tokens after a prefix that is there. For Keepwarm that is a whole `generate` of one
 token with its lookup, the prefix resident in memory. For transformers it is the forward pass over a copy of a
 DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take turns. Figures are
@@ -65,6 +65,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        },
+    ),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+            "mamba_n_heads": 48,
+            "mamba_d_head": 32,
+            "mamba_d_state": 128,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 2048,
         },
     ),
     "qwen3.5": hybrids.SHAPES["qwen3.5-0.5b"],

@@ -36,7 +36,8 @@ _SPEED = (
 )
 _QWEN = "{models}/qwen2.5-0.5b"
 _FAMILIES = "{python} benchmarks/families.py %s --rounds 5 --out {out}/families.jsonl"
-_RANDOM = {"qwen3-moe": _QWEN, "lfm2": "{demo}"}  # shapes, and whose vocabulary they have: like that of the real model
+# Shapes, and whose vocabulary they have: one that is like the real model's.
+_RANDOM = {"qwen3-moe": _QWEN, "lfm2": "{demo}", "granite4": _QWEN}
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", "agentic_code")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"
@@ -130,7 +131,7 @@ STEPS = (
             *(f"{_FAMILIES % model} --random {shape}" for shape, model in _RANDOM.items()),
         ),
         ("families.jsonl",),
-        3,
+        4,
         ("model gemma3-270m", "model gemma3-270m.gguf", "model qwen2.5-0.5b"),
         "--prefix 64 --rounds 1",
     ),

@@ -28,7 +28,7 @@ def model(tokenizer: Any) -> Any:
 
 
 def opened(model: Any, store: Path | None, **settings: Any) -> Engine:
-    return Engine.from_pretrained(model, store=store, **settings)
+    return Engine.from_pretrained(model, store=store, **({"attention": "model"} | settings))
 
 
 def ask(engine: Engine, chat: Any = SECOND, **arguments: Any) -> Generation:

@@ -151,3 +151,32 @@ def test_a_prompt_without_declared_cuts_has_none(tokenizer: Any) -> None:
     wrapped = HFTokenizer(tokenizer)
     prompt = segment(Request(prompt="Just text <|im_end|> and more"), wrapped, GenericAdapter(wrapped))
     assert prompt.breakpoints == ()
+
+
+IN_PARTS = {  # of SmolVLM and LLaVA: contents are lists of parts
+    "smolvlm": "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:"
+    "{% else %}: {% endif %}{% for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+    "llava": "{% for m in messages %}{{ m['role'] | upper }}: {% for part in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_template_that_takes_parts_alone_is_given_parts(tokenizer: Any, name: str) -> None:
+    """A content that is a text would be passed over, and nobody would notice."""
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = IN_PARTS[name]
+    wrapped = HFTokenizer(changed)
+    adapter = GenericAdapter(wrapped)
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where does the Petrel lie?"}]
+    text = adapter.render(chat, []).text
+    assert SYSTEM in text
+    assert "Where does the Petrel lie?" in text
+    asked = [
+        segment(Request(messages=[chat[0], {"role": "user", "content": words}]), wrapped, adapter) for words in "ab"
+    ]
+    assert header_end(asked[0]) == header_end(asked[1]) > 10
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert HFTokenizer(plain).render([{"role": "user", "content": "as it is"}]) == "as it is"

@@ -38,6 +38,7 @@ _END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _WRITTEN = secrets.token_hex(16)  # in no user's text
 _NAMED = re.compile(rf'"{_WRITTEN}(\d+)\."')
+_SHOWN = "Petrel"  # a text that templates may print
 _LEVELS = 8  # most objects and lists around a WrittenObject: messages, their calls, and what templates put around them
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
@@ -76,6 +77,12 @@ class WrittenObject(dict[str, Any]):
         return self.written
 
 
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 def message_bytes(message: dict[str, Any]) -> bytes:
     """Return bytes that are equal only for messages which are rendered equally."""
     try:
@@ -103,6 +110,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._names: dict[str, str] = dict(getattr(tokenizer, "special_tokens_map", {}))  # that templates mention
         self._compiled: dict[str, Any] = {}  # None for a template that must be rendered by the tokenizer itself
+        self._in_parts: dict[str, bool] = {}  # whether a template takes contents as lists of parts alone
 
     def source(self, *, tools: bool = False) -> str | None:
         """Source of the template; None when the tokenizer has none. Some have a separate one for tools."""
@@ -122,7 +130,9 @@ class ChatTemplate:
         go_on()
         source = self.source(tools=bool(kwargs.get("tools")))
         try:
-            if source is not None and messages and all(_ORDINARY.issuperset(message) for message in messages):
+            if source is not None and self._takes_parts(source):
+                messages = [*map(_in_parts, messages)]
+            elif source is not None and messages and all(_ORDINARY.issuperset(message) for message in messages):
                 if source not in self._compiled:
                     self._compiled[source] = self._prepare(source)
                 if self._compiled[source] is not None:
@@ -142,6 +152,19 @@ class ChatTemplate:
             RecursionError,
         ) as error:
             raise TemplateError(f"the model's chat template refused the messages: {error}") from error
+
+    def _takes_parts(self, source: str) -> bool:
+        """Whether a template passes over a content that is a text, and shows one that is a list with a part of text. So
+        do those of some models that read pictures."""
+        if source not in self._in_parts:
+            asked = {"role": "user", "content": _SHOWN}
+            self._in_parts[source] = not self._shows(source, asked) and self._shows(source, _in_parts(asked))
+        return self._in_parts[source]
+
+    def _shows(self, source: str, message: dict[str, Any]) -> bool:
+        with suppress(Exception):  # whatever a template raises, it does not show the text
+            return _SHOWN in self._tokenizer.apply_chat_template([message], tokenize=False, chat_template=source)
+        return False
 
     def _direct(self, compiled: Any, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> Drawn:
         given = self._names | {"tools": None, "documents": None, "add_generation_prompt": False, **kwargs}
