@@ -5,12 +5,12 @@
 MODEL is a folder, say of Gemma 3 270M, or a GGUF file, whose weights transformers widens. With `--random` it gives
 its tokenizer to a model of random weights, whose times are those of any weights: a small Qwen3-MoE (8 layers of 32
 experts, four for each token), or a hybrid of the shape of LFM2 350M (10 short convolutions, 6 layers with attention),
-Granite 4 H 350M (28 layers of Mamba-2, 4 with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 with attention). `decode`: milliseconds per token, greedy, after the
-prefix. `hit`: a question of 24 tokens after a prefix that is there. For Keepwarm that is a whole `generate` of one
-token with its lookup, the prefix resident in memory. For transformers it is the forward pass over a copy of a
-DynamicCache that holds the prefix; the copy is not counted. `cold`: the whole prompt. The two take turns. Figures are
-medians of the rounds; `times` is the median of the paired ratios, with their quartiles. Prints one JSON line per
-figure.
+Granite 4 H 350M (28 layers of Mamba-2, 4 with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 with attention).
+`decode`: milliseconds per token, greedy, after the prefix. `hit`: a question of 24 tokens after a prefix that is
+there. For Keepwarm that is a whole `generate` of one token with its lookup, the prefix resident in memory. For
+transformers it is the forward pass over a copy of a DynamicCache that holds the prefix; the copy is not counted.
+`cold`: the whole prompt. The two take turns. Figures are medians of the rounds; `times` is the median of the paired
+ratios, with their quartiles. Prints one JSON line per figure.
 
 The prompts are text: the beginning of ARCHITECTURE.md, and after it other parts of it as questions. On text, a model is
 surer of the next token than on random tokens, and a head in Q8_0 is then read by half (kernels.md#heads).

@@ -157,8 +157,11 @@ IN_PARTS = {  # of SmolVLM and LLaVA: contents are lists of parts
     "smolvlm": "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:"
     "{% else %}: {% endif %}{% for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
     "{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
-    "llava": "{% for m in messages %}{{ m['role'] | upper }}: {% for part in m['content'] | "
-    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "llava": (
+        "{% for m in messages %}{{ m['role'] | upper }}: {% for part in m['content'] | "
+        "selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    ),
 }
 
 
