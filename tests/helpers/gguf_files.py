@@ -136,7 +136,7 @@ def write(
     writer = GGUFWriter(path, _FILES.get(architecture, architecture))
     is_lfm2, is_granite4 = architecture in _LFM, architecture.startswith("granitehybrid")
     by_layer = is_lfm2 or is_granite4
-    _metadata(writer, has_tokenizer=has_tokenizer, heads=(heads_of_keys or [0, KV_HEADS]) if by_layer else KV_HEADS)
+    _metadata(writer, has_tokenizer=has_tokenizer, heads=heads_of_keys or ([0, KV_HEADS] if by_layer else KV_HEADS))
     if architecture in _GEMMA or architecture == "gpt-oss":
         writer.add_sliding_window(WINDOW)
     if architecture in ("qwen2vl", "qwen3vl"):

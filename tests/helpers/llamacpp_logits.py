@@ -36,6 +36,11 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         }
         for name in ("granite", "granitemoe", "granitehybrid")
     },
+    "arcee": {
+        "arcee.rope.scaling.type": "yarn",
+        "arcee.rope.scaling.factor": 4.0,
+        "arcee.rope.scaling.original_context_length": 32,
+    },
     "granitehybrid-still": {"granitehybrid.rope.scaling.finetuned": False},
     "mistral3": {
         "mistral3.attention.temperature_scale": 0.5,

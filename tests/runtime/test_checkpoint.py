@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.adapters import adapter
 from tests.helpers.lean import compiled
-from tests.helpers.models import VOCABULARY
+from tests.helpers.models import VOCABULARY, tiny
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 from keepwarm import Engine
@@ -145,6 +146,36 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         alone(tmp_path)
 
 
+def test_a_head_of_its_own_is_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """The classes of some wholes tie by default, and their configurations may leave it out."""
+    model = whole(tmp_path, "mistral small")
+    told = json.loads((tmp_path / "config.json").read_text())
+    del told["tie_word_embeddings"]
+    told["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    ids = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        assert torch.equal(alone(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_the_base_of_an_adapter_lacks_nothing_either(saved: Any, tmp_path: Path) -> None:
+    base = saved("llama")
+    adapter(tmp_path, tiny("llama"), ("q_proj",), base_model_name_or_path=str(base))
+    with Engine.from_pretrained(tmp_path) as engine:
+        assert engine.pipeline.model.identity.lora != "none"
+    file = base / "model.safetensors"
+    kept = {name: each for name, each in load_file(file).items() if "layers.0.mlp.up_proj" not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lacks weights .* model.layers.0.mlp.up_proj.weight"):
+        Engine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["voxtral", "qwen2_audio", "blip-2", "audioflamingo3", "granite_speech"])
+def test_any_checkpoint_of_several_parts_can_be_asked(kind: str) -> None:
+    found = language_model(AutoConfig.for_model(kind))
+    assert found is None or isinstance(found, PreTrainedConfig)
+
+
 def test_a_plain_checkpoint_lacks_nothing_either(saved: Any) -> None:
     folder = saved("llama")
     file = folder / "model.safetensors"
@@ -166,8 +197,17 @@ def test_what_is_no_part_of_something_is_left_as_it_is() -> None:
 
 def test_what_the_whole_is_asked_with_goes_along() -> None:
     config = settings("gemma 3")
-    config.quantization_config, config._commit_hash = {"quant_method": "fp8"}, "abc"
+    skipped = ["model.language_model.layers.0.mlp", "lm_head", "language_model.lm_head", "model.vision_tower"]
+    config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": skipped}
+    config._commit_hash, config.eos_token_id = "abc", [1, 106]
     found = language_model(config)
     assert found is not None
-    assert (found.quantization_config, found._commit_hash) == ({"quant_method": "fp8"}, "abc")
+    assert (found.quantization_config["quant_method"], found._commit_hash, found.eos_token_id) == (
+        "fp8",
+        "abc",
+        [1, 106],
+    )
+    named = found.quantization_config["modules_to_not_convert"]
+    assert named == ["model.layers.0.mlp", "lm_head", "lm_head", "model.vision_tower"]
+    assert config.quantization_config["modules_to_not_convert"] is skipped, "the whole's own stay as they are"
     assert json.loads(found.to_json_string())["model_type"] == "gemma3_text"

@@ -149,6 +149,12 @@ def test_logits_are_near_those_of_llama_cpp(architecture: str, tmp_path: Path) -
     assert float(apart.median()) < 0.06
 
 
+def test_a_value_that_is_listed_for_each_layer_may_be_the_same_in_all(tmp_path: Path) -> None:
+    """So Granite's converter writes heads of keys."""
+    path = write(tmp_path / "m.gguf", architecture="granite", heads_of_keys=[2, 2])
+    assert load(path, EngineConfig.build(dtype="float32")).model.config.num_key_value_heads == 2
+
+
 def test_every_architecture_is_compared_with_llama_cpp() -> None:
     assert {*llamacpp_logits.known()} == {*ARCHITECTURES, *llamacpp_logits.MORE_KINDS}
 
@@ -271,6 +277,16 @@ def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     for part in ("gate", "up"):
         file = write(tmp_path / "n.gguf", architecture="granitehybrid", left_out=f"blk.1.ffn_{part}.weight")
         refused(file, f"lacks the {part}", "shared_mlp.input_linear")
+    nothing = {"rope.scaling.factor": 0.0, "rope.freq_base": 0.0, "attention.temperature_scale": float("nan")}
+    for key, value in nothing.items():
+        more = llamacpp_logits.MORE["mistral3"] | {f"mistral3.{key}": value}
+        refused(write(tmp_path / "p.gguf", architecture="mistral3", others=more), key, str(value))
+    refused(write(tmp_path / "q.gguf", others={"qwen2.context_length": 0}), "context_length", "above 0")
+    twice = {"blk.1.ffn_up_shexp.weight": (np.zeros((8, 144), np.uint8), GGMLQuantizationType.Q4_K)}
+    refused(write(tmp_path / "r.gguf", architecture="granitehybrid", others=twice), "the up", "twice")
+    rises = {"blk.0.ssm_a": (np.ones((32, 1), np.float32), GGMLQuantizationType.F32)}
+    path = write(tmp_path / "s.gguf", architecture="granitehybrid", left_out="blk.0.ssm_a", others=rises)
+    refused(path, "ssm_a", "not below zero")
     wide = {"granitehybrid.ssm.inner_size": 300}
     refused(write(tmp_path / "o.gguf", architecture="granitehybrid", others=wide), "300 columns", "32 heads")
     bias = (np.zeros(1, np.float32), GGMLQuantizationType.F32)

@@ -54,6 +54,24 @@ def test_states_that_are_matrices(tokenizer: Any, tmp_path: Path, family: str, m
     assert float((modules - exact).abs().max()) < 1e-3 * float(exact.abs().max())
 
 
+def test_a_head_is_tied_only_if_it_is_the_table_of_embeddings(tokenizer: Any, tmp_path: Path) -> None:
+    """Mistral 3's class ties by default, and configurations leave it out."""
+
+    def beside(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [*tensors]:
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+
+    made = write(tmp_path / "model", METHODS["awq"], tokenizer, family="mistral", changed=beside)
+    text = json.loads((made.path / "config.json").read_text())
+    whole = {"model_type": "mistral3", "quantization_config": text.pop("quantization_config"), "text_config": text}
+    (made.path / "config.json").write_text(json.dumps(whole))
+    with Engine.from_pretrained(made.path, dtype="float32") as engine, torch.inference_mode():
+        assert engine.pipeline.model.runner.lean is not None
+        modules = engine.pipeline.model.model(torch.tensor([IDS])).logits[0].double()
+        exact = made.model(torch.tensor([IDS])).logits[0]
+    assert float((modules - exact).abs().max()) < 1e-3 * float(exact.abs().max())
+
+
 def test_the_language_model_of_a_folder_that_reads_pictures(tokenizer: Any, tmp_path: Path) -> None:
     def beside(tensors: dict[str, torch.Tensor]) -> None:
         for name in [*tensors]:

@@ -6,10 +6,12 @@ the other parts would only take memory, and alone it is of a class that the kern
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ _LAYERS, _AROUND = "model.layers.", ("model.embed_tokens.", "model.norm.", "mode
 _SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")
 _ATTEND_AHEAD = ("paligemma",)  # tokens of a prompt attend to those behind them, so the language model alone differs
+_OF_THE_WHOLE = ("eos_token_id", "_commit_hash")  # what its language model goes by
+_SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")  # what formats call modules left in floats
 _SHOWN = 3  # tensors that an error names
 
 
@@ -67,10 +71,21 @@ def weights_on(
     return found
 
 
+def base_of(folder: Path) -> str:
+    """Return the folder or name of the model that an adapter's folder belongs to. Raises ValueError if it says none."""
+    told = json.loads((folder / "adapter_config.json").read_bytes())
+    if not isinstance(told, dict) or not told.get("base_model_name_or_path"):
+        raise ValueError("its adapter_config.json has no base_model_name_or_path")
+    return str(told["base_model_name_or_path"])
+
+
 def language_model(settings: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return the configuration of the language model in a checkpoint of several parts. None if the checkpoint is one
     whole, if transformers takes the part by itself, or if it has no class that runs it alone."""
-    text = settings.get_text_config(decoder=True)
+    try:
+        text = settings.get_text_config(decoder=True)
+    except ValueError:  # it has several
+        return None
     known: Any = AutoModelForCausalLM._model_mapping
     own = type(settings).__module__.startswith("transformers.models.") and not getattr(settings, "auto_map", None)
     if text is settings or not own or settings.model_type in _ATTEND_AHEAD:
@@ -82,11 +97,21 @@ def language_model(settings: PreTrainedConfig) -> PreTrainedConfig | None:
         text = AutoConfig.for_model(**(text.to_dict() | {"model_type": same, "rope_parameters": rope}))
     if type(text) not in known:
         return None
-    text.tie_word_embeddings = settings.tie_word_embeddings  # what the whole model goes by
-    for name in ("quantization_config", "_commit_hash"):
+    for name in _OF_THE_WHOLE:
         if (found := getattr(settings, name, None)) is not None:
             setattr(text, name, found)
+    # Either may say it, also by its class's default. A head that differs from the embeddings is not tied to them.
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or getattr(settings, "tie_word_embeddings", False))
+    if isinstance(how := getattr(settings, "quantization_config", None), dict):
+        skipped = {name: [*map(_module_alone, how[name])] for name in _SKIPPED if isinstance(how.get(name), list)}
+        text.quantization_config = how | skipped
+    elif how is not None:
+        text.quantization_config = how
     return text
+
+
+def _module_alone(name: str) -> str:
+    return name_alone(f"{name}.").removesuffix(".")
 
 
 def name_alone(name: str) -> str:

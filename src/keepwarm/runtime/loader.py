@@ -28,7 +28,7 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
-from keepwarm.runtime.checkpoint import weights_on
+from keepwarm.runtime.checkpoint import base_of, weights_on
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -226,8 +226,10 @@ def _from_pretrained(
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
-        model = weights_on(device, where, dtype, settings, trust_remote_code=remote)
+        base = base_of(folder) if adapter else where
+        model = weights_on(device, base, dtype, settings, trust_remote_code=remote)
         if adapter:
+            model.load_adapter(where)
             model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
         tokenizer = AutoTokenizer.from_pretrained(
             _tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote

@@ -24,6 +24,10 @@ class Metadata(Protocol):
         """A number or a text. Raises KeyError, which names it, if it is not there."""
         ...
 
+    def length(self, name: str) -> int | None:
+        """How many values an array has; None if it is not there."""
+        ...
+
     def numbers(self, name: str) -> list[int]:
         """Whole numbers. Raises KeyError if the array is not there, ValueError if it holds others."""
         ...
@@ -52,6 +56,40 @@ class Architecture:
     scaled: tuple[str, ...] = ()
     has_nets: bool = False
     has_mamba: bool = False
+
+
+def alike(file: Metadata, name: str) -> Any:
+    """Return a value that some files list for each layer, if all layers have the same; None if they have not, or if it
+    is not there."""
+    if file.length(name) is None:
+        return file.value(name)
+    found = set(file.numbers(name))
+    return found.pop() if len(found) == 1 else None
+
+
+def _yarn(file: Metadata, architecture: str) -> dict[str, Any]:
+    """The rotary embedding, which a file may scale by YaRN."""
+    at = f"{architecture}.rope"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.value(f"{at}.freq_base") or 1e4}
+    if file.value(f"{at}.scaling.type") != "yarn":
+        return rope
+    return rope | {
+        "rope_type": "yarn",
+        "factor": file.needed(f"{at}.scaling.factor"),
+        "original_max_position_embeddings": _original(file, architecture),
+        "beta_fast": file.value(f"{at}.scaling.yarn_beta_fast") or 32.0,
+        "beta_slow": file.value(f"{at}.scaling.yarn_beta_slow") or 1.0,
+    }
+
+
+def _original(file: Metadata, architecture: str) -> int:
+    """The length that a model was first trained with."""
+    found = file.value(f"{architecture}.rope.scaling.original_context_length")
+    return int(found or file.needed(f"{architecture}.context_length"))
+
+
+def _arcee(file: Metadata) -> dict[str, Any]:
+    return {"rope_parameters": _yarn(file, "arcee")}
 
 
 def _lfm2(file: Metadata, architecture: str = "lfm2") -> dict[str, Any]:
@@ -121,7 +159,7 @@ def _granitehybrid(file: Metadata) -> dict[str, Any]:
     if inner % hidden or inner % count:
         raise ValueError(f"it has states of {inner} columns, {count} heads and rows of {hidden}")
     rotates = file.value(f"{own}.rope.scaling.finetuned") is not False
-    width = file.value(f"{own}.expert_shared_feed_forward_length") or file.needed(f"{own}.feed_forward_length")
+    width = file.value(f"{own}.expert_shared_feed_forward_length") or alike(file, f"{own}.feed_forward_length")
     experts = {"num_local_experts": 0}
     if file.value(f"{own}.expert_count"):
         experts = _experts(file, own, "num_local_experts")
@@ -143,24 +181,15 @@ def _granitehybrid(file: Metadata) -> dict[str, Any]:
 
 
 def _mistral3(file: Metadata) -> dict[str, Any]:
-    """The magnitude of queries and keys is not scaled beside the frequencies: both of its factors are alike."""
-    original = file.value("mistral3.rope.scaling.original_context_length") or file.needed("mistral3.context_length")
-    rope = {
-        "rope_type": "default",
-        "rope_theta": file.needed("mistral3.rope.freq_base"),
-        "original_max_position_embeddings": original,
+    """If YaRN's magnitude has a factor, transformers divides by it what it has without one."""
+    rope = _yarn(file, "mistral3")
+    rope |= {
+        "original_max_position_embeddings": _original(file, "mistral3"),
         "llama_4_scaling_beta": file.value("mistral3.attention.temperature_scale") or 0.0,
     }
-    if file.value("mistral3.rope.scaling.type") == "yarn":
+    if rope["rope_type"] == "yarn":
         magnitude = file.value("mistral3.rope.scaling.yarn_log_multiplier") or 0.0
-        rope |= {
-            "rope_type": "yarn",
-            "factor": file.needed("mistral3.rope.scaling.factor"),
-            "beta_fast": file.value("mistral3.rope.scaling.yarn_beta_fast") or 32.0,
-            "beta_slow": file.value("mistral3.rope.scaling.yarn_beta_slow") or 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": magnitude,
-        }
+        rope |= {"mscale": 1.0, "mscale_all_dim": magnitude}
     return {"sliding_window": None, "rope_parameters": rope}
 
 
@@ -272,7 +301,7 @@ _MIXTRAL = Architecture("mixtral", "llama", told=_mixtral)  # `llama` with exper
 _MISTRAL = Architecture("mistral", "mistral")
 
 ARCHITECTURES = {  # by values of general.architecture
-    "arcee": Architecture(names="llama"),
+    "arcee": Architecture(names="llama", told=_arcee, scaled=("yarn",)),
     "ernie4_5": Architecture(names="llama", told=_ernie),
     "gemma2": Architecture(told=_gemma2),
     "gemma3": Architecture("gemma3_text", told=_gemma3, scaled=("linear",)),

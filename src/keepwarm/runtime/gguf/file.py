@@ -3,6 +3,7 @@ too."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ _ROTARY = (
 )
 _MAGIC = b"GGUF"  # how a GGUF file begins
 _MOST_EXPERTS, _WIDEST = 1024, 1 << 16
+_POSITIVE = (
+    *("embedding_length", "attention.head_count", "context_length", "rope.freq_base"),
+    *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"),
+)
+_POSITIVE_IF_SCALED = ("rope.scaling.factor",)
+_FINITE = "attention.temperature_scale"
 _BY_LENGTH = "rope_factors_long.weight"  # a tensor: rotary frequencies change with the sequence's length
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
 
@@ -91,6 +98,7 @@ class File:
         if (self.reader.value("split.count") or 1) > 1:
             raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
         self._check_sizes()
+        self._check_numbers()
         self._check_rotary()
         if self.reader.length("tokenizer.ggml.tokens") is None:
             raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
@@ -104,6 +112,19 @@ class File:
             found = self.reader.value(f"{self.architecture}.{key}")
             if found is not None and not 0 <= found <= limit:
                 raise UnsupportedModel(f"{self.path} says {self.architecture}.{key} is {found}; expected up to {limit}")
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers with which nothing finite is computed."""
+        scaled = self.reader.value(f"{self.architecture}.rope.scaling.type") not in (None, "none")
+        for key in (*_POSITIVE, *(_POSITIVE_IF_SCALED if scaled else ())):
+            found = self.reader.value(f"{self.architecture}.{key}")
+            if found is not None and not (isinstance(found, int | float) and 0 < found < math.inf):
+                raise UnsupportedModel(
+                    f"{self.path} says {self.architecture}.{key} is {found}; expected a number above 0"
+                )
+        found = self.reader.value(f"{self.architecture}.{_FINITE}")
+        if found is not None and not (isinstance(found, int | float) and math.isfinite(found)):
+            raise UnsupportedModel(f"{self.path} says {self.architecture}.{_FINITE} is {found}; expected a number")
 
     def _check_rotary(self) -> None:
         told = {name: self.reader.value(f"{self.architecture}.{name}") for name in _ROTARY}

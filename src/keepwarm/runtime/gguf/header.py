@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPIN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from keepwarm.runtime.gguf.architectures import architecture_of
+from keepwarm.runtime.gguf.architectures import alike, architecture_of
 from keepwarm.runtime.gguf.reader import Reader
 
 _BASE = 1e4  # of the rotary embedding, in files that do not name one
@@ -33,6 +33,8 @@ def read_config(reader: Reader) -> PreTrainedConfig:
         told |= {renamed: value for renamed, value in named.items() if value is not None}
     if (words := reader.length("tokenizer.ggml.tokens")) is not None:
         told.setdefault("vocab_size", words)
+    if (heads := alike(reader, f"{name}.attention.head_count_kv")) is not None:
+        told["num_key_value_heads"] = heads
     reader.needed(f"{name}.attention.layer_norm_rms_epsilon")
     told |= {"model_type": own.model_type or name} | own.told(reader)
     if "rope_parameters" in told:

@@ -21,6 +21,8 @@ class Processor:
     def process(self, weights: npt.NDArray[Any], name: str) -> Any:
         own = name.removesuffix(".weight").rpartition(".")[2]
         if own == "ssm_a":
+            if not (weights < 0).all():
+                raise ValueError(f"{name} has values that are not below zero: states would grow without end")
             return Processed(np.log(-weights.reshape(-1)))
         if own in ("ssm_d", "ssm_norm"):
             return Processed(weights.reshape(-1))

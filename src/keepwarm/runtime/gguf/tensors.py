@@ -75,7 +75,11 @@ def tensors_of(path: Path, reader: Reader, model: PreTrainedModel) -> dict[str, 
         if piece := _EXPERTS.fullmatch(each.name):
             parts[names[each.name]] |= _of_experts(each, *piece.groups())
         elif names[each.name].endswith(_JOINED):
-            parts[names[each.name]][_part(each.name)] = _values(each, processor, stay)
+            if (part := _part(each.name)) in parts[names[each.name]]:
+                raise UnsupportedModel(f"{path} has the {part} of {names[each.name]} twice")
+            parts[names[each.name]][part] = _values(each, processor, stay)
+        elif names[each.name] in found:
+            raise UnsupportedModel(f"{path} has {names[each.name]} twice, the other one as {each.name}")
         else:
             found[names[each.name]] = _values(each, processor, stay)
     if missing := [theirs for theirs, name in names.items() if name.endswith(".expert_bias") and name not in found]:

@@ -79,11 +79,12 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     text = language_model(config)
     config = config if text is None else text
     del config.quantization_config
+    tensors = Tensors.of(folder)
+    named = _named(folder, tensors.found, is_part=text is not None)
+    config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(named)
     model = empty(config, dtype)
     if type(model).__name__ not in COVERED:
         raise NotMapped(f"the kernels do not have {type(model).__name__}")
-    tensors = Tensors.of(folder)
-    named = _named(folder, tensors.found, is_part=text is not None)
     fill(folder, model, dict(_tensors(folder, model, form, named)), dtype)
     _check(model)
     keep_maps(model, tensors.maps)
@@ -108,6 +109,16 @@ def _named(folder: Path, found: Mapping[str, torch.Tensor], *, is_part: bool) ->
             raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
         named[name] = theirs, tensor
     return named
+
+
+def _has_own_head(named: Mapping[str, tuple[str, torch.Tensor]]) -> bool:
+    """Whether a folder has a head that is not the table of embeddings, whatever its configuration says."""
+    head, table = (
+        named[name][1] if name in named else None for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    if head is None or table is None:
+        return any(name.startswith("lm_head.") for name in named)
+    return head.dtype != table.dtype or not torch.equal(head, table)
 
 
 def _tensors(
