@@ -12,15 +12,7 @@ from keepwarm.runtime.native.families import llama
 
 def describe_vault(model: Any) -> Description:
     """Describe VaultGemma, which is Gemma 2 without the norms after attention and MLP."""
-    layers = tuple(
-        LayerParts(
-            llama.attention(layer.self_attn),
-            llama.mlp(layer.mlp),
-            before=llama.norm(layer.input_layernorm, 1),
-            before_mlp=llama.norm(layer.pre_feedforward_layernorm, 1),
-        )
-        for layer in model.model.layers
-    )
+    layers = llama.layers_of(model, more=1, before_mlp="pre_feedforward_layernorm")
     return _capped(model, _described(model, layers, logit_cap=model.config.final_logit_softcapping or 0.0))
 
 
@@ -53,16 +45,7 @@ def describe(model: Any) -> Description:
 
 def describe_first(model: Any) -> Description:
     """Describe the first Gemma. It has norms only before attention and MLP."""
-    layers = tuple(
-        LayerParts(
-            llama.attention(layer.self_attn),
-            llama.mlp(layer.mlp),
-            before=llama.norm(layer.input_layernorm, 1),
-            before_mlp=llama.norm(layer.post_attention_layernorm, 1),
-        )
-        for layer in model.model.layers
-    )
-    return _described(model, layers)
+    return _described(model, llama.layers_of(model, more=1))
 
 
 def _described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:

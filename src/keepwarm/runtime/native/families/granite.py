@@ -25,7 +25,7 @@ def describe_clova(model: Any) -> Description:
     """Describe HyperCLOVA X, which multiplies logits by its factor, and may norm the results of attention and MLP."""
     layers = tuple(
         replace(parts, after=llama.norm_if_any(layer.post_norm1), after_mlp=llama.norm_if_any(layer.post_norm2))
-        for parts, layer in zip(llama.describe(model).layers, model.model.layers, strict=True)
+        for parts, layer in zip(llama.layers_of(model), model.model.layers, strict=True)
     )
     found = _with_factors(model, llama.described(model, layers))
     return replace(found, logit=float(model.config.logits_scaling))

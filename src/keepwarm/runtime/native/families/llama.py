@@ -39,23 +39,27 @@ _COMPUTED = {  # what classes of torch and transformers compute
 
 
 def describe(model: Any) -> Description:
-    body = model.model
-    layers = tuple(
+    return described(model, layers_of(model))
+
+
+def layers_of(model: Any, *, more: float = 0.0, before_mlp: str = "post_attention_layernorm") -> tuple[LayerParts, ...]:
+    """Return layers with a norm before attention and one, of the name `before_mlp`, before the MLP. `more`: see
+    `norm`."""
+    return tuple(
         LayerParts(
             attention(layer.self_attn, table=0 if getattr(layer.self_attn, "use_rope", True) else None),  # SmolLM3
             mlp(layer.mlp),
-            before=norm(layer.input_layernorm),
-            before_mlp=norm(layer.post_attention_layernorm),
+            before=norm(layer.input_layernorm, more),
+            before_mlp=norm(getattr(layer, before_mlp), more),
         )
-        for layer in body.layers
+        for layer in model.model.layers
     )
-    return described(model, layers)
 
 
 def describe_interleaved(model: Any) -> Description:
     """Describe a model that rotates neighbouring dims, by cosines that it lists as Llama does."""
     tables = (table(model.model.rotary_emb),)
-    return described(model, describe(model).layers, interleaved=True, tables=tables)
+    return described(model, layers_of(model), interleaved=True, tables=tables)
 
 
 def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
