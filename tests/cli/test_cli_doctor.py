@@ -20,6 +20,7 @@ from tests.helpers.cli import Cli
 from tests.helpers.doctor import KEY, Look, filled
 from tests.helpers.gguf_files import write
 from tests.helpers.remotes import free_port
+from transformers import AutoConfig
 
 from keepwarm.runtime.demo_model import DOWNLOAD
 from keepwarm.runtime.place import device_of, dtype_of
@@ -191,6 +192,20 @@ def test_a_model_that_is_not_there(look: Look, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert look("--model", tmp_path)[1]["model"]["status"] == "warn"
     assert look("--model", tmp_path / ("x" * 300))[1]["model"]["status"] == "fail"
+
+
+def test_a_model_that_reads_pictures_is_loaded_in_part_or_not_at_all(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for kind in ("gemma3", "paligemma"):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+        code, found = look("--model", tmp_path)
+        told = found["model"]
+        if kind == "gemma3":
+            assert (code, told["status"]) == (0, "ok")
+            assert "its language model is loaded alone, as Gemma3ForCausalLM: prompts are texts" in told["detail"]
+        else:
+            assert (code, told["status"]) == (7, "fail")
+            assert "attend to those behind them" in told["detail"]
 
 
 def test_a_model_without_all_its_weights_is_not_there(

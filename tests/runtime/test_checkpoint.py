@@ -158,6 +158,24 @@ def test_a_head_of_its_own_is_not_tied_whatever_the_configuration_says(tmp_path:
         assert torch.equal(alone(tmp_path)(ids).logits, model(ids).logits)
 
 
+def test_a_missing_file_of_several_is_said(saved: Any) -> None:
+    folder = saved("llama")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel, match=r"1 of 2 files of weights are missing \(model-00002.*Fetch it again"):
+        Engine.from_pretrained(folder)
+
+
+def test_weights_without_a_place_are_told(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+    folder = saved("llama")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"model.more.weight": torch.ones(1)}, file, {"format": "pt"})
+    with caplog.at_level(logging.WARNING), Engine.from_pretrained(folder):
+        assert "has weights for which LlamaForCausalLM has no place: model.more.weight" in caplog.text
+    assert "LOAD REPORT" not in caplog.text
+
+
 def test_the_base_of_an_adapter_lacks_nothing_either(saved: Any, tmp_path: Path) -> None:
     base = saved("llama")
     adapter(tmp_path, tiny("llama"), ("q_proj",), base_model_name_or_path=str(base))
@@ -189,7 +207,8 @@ def test_a_plain_checkpoint_lacks_nothing_either(saved: Any) -> None:
 def test_what_is_no_part_of_something_is_left_as_it_is() -> None:
     assert language_model(AutoConfig.for_model("llama")) is None
     assert language_model(AutoConfig.for_model("qwen3_5")) is None, "transformers takes its language model by itself"
-    assert language_model(AutoConfig.for_model("paligemma")) is None, "its prompts attend to what follows"
+    with pytest.raises(UnsupportedModel, match="attend to those behind them"):
+        language_model(AutoConfig.for_model("paligemma"))
     config = settings("mistral small")
     config.auto_map = {"AutoModelForCausalLM": "own.Model"}
     assert language_model(config) is None, "code of its own says what it is"

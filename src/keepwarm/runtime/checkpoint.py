@@ -51,7 +51,7 @@ def weights_on(
     text = None if settings is None else language_model(settings)
     alone: dict[str, Any] = {} if text is None else {"config": text, "key_mapping": _NAMES}
     loads: Any = AutoModelForCausalLM.from_pretrained  # transformers' types do not tell of what was loaded
-    with _unreported(text is not None):
+    with _unreported():
         model, told = loads(
             where,
             dtype=dtype,
@@ -67,6 +67,8 @@ def weights_on(
         if beside := sorted(name for name in told["unexpected_keys"] if name.startswith(_LAYERS)):
             raise UnsupportedModel(f"{where} has weights that its language model, as {kind}, has not: {_some(beside)}")
         log.info("%s is loaded as %s alone: prompts are texts", where, kind)
+    elif others := sorted(told["unexpected_keys"]):
+        log.warning("%s has weights for which %s has no place: %s", where, kind, _some(others))
     found: PreTrainedModel = model
     return found
 
@@ -81,15 +83,21 @@ def base_of(folder: Path) -> str:
 
 def language_model(settings: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return the configuration of the language model in a checkpoint of several parts. None if the checkpoint is one
-    whole, if transformers takes the part by itself, or if it has no class that runs it alone."""
+    whole, if transformers takes the part by itself, or if it has no class that runs it alone. Raises UnsupportedModel
+    for one whose prompts cannot be cached."""
     try:
         text = settings.get_text_config(decoder=True)
     except ValueError:  # it has several
         return None
     known: Any = AutoModelForCausalLM._model_mapping
     own = type(settings).__module__.startswith("transformers.models.") and not getattr(settings, "auto_map", None)
-    if text is settings or not own or settings.model_type in _ATTEND_AHEAD:
+    if text is settings or not own:
         return None
+    if settings.model_type in _ATTEND_AHEAD:
+        raise UnsupportedModel(
+            f"in prompts of {settings.model_type}, tokens attend to those behind them, so no beginning can be reused. "
+            "Keepwarm runs models whose tokens attend to those before them (docs/models.md)"
+        )
     if type(settings) in known and not known[type(settings)].__name__.endswith("ForConditionalGeneration"):
         return None
     if (same := _SAME.get(text.model_type)) is not None:
@@ -114,6 +122,13 @@ def _module_alone(name: str) -> str:
     return name_alone(f"{name}.").removesuffix(".")
 
 
+def class_alone(folder: Path) -> str:
+    """Return the class as which the language model of a folder is loaded alone; empty if the folder is one whole."""
+    text = language_model(AutoConfig.from_pretrained(folder))
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    return "" if text is None else str(mapping[type(text)].__name__)
+
+
 def name_alone(name: str) -> str:
     """Return what a tensor of a checkpoint of several parts is called when the language model is alone."""
     return next((re.sub(pattern, alone, name) for pattern, alone in _NAMES.items() if re.match(pattern, name)), name)
@@ -130,16 +145,32 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _unreported(leaves_parts: bool) -> Iterator[None]:
-    """Keep transformers from listing the tensors of other parts as unexpected. What is wrong is still reported."""
+def without_hints() -> Iterator[None]:
+    """Keep transformers from recommending packages for recurrent layers: the compiled kernels need none, and some of
+    these packages only exist for GPUs."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "reference PyTorch implementation" not in record.getMessage()
+
+    theirs = logging.getLogger("transformers.integrations.hub_kernels")
+    theirs.addFilter(wanted)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(wanted)
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Keep transformers from listing tensors that are missing or have no place: `weights_on` says so. What else is
+    wrong is still reported."""
 
     def wanted(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
 
     theirs = logging.getLogger("transformers.modeling_utils")
-    if leaves_parts:
-        theirs.addFilter(wanted)
+    theirs.addFilter(wanted)
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from keepwarm.core.memory import give_back
 from keepwarm.core.uncached import Why
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
+from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
@@ -28,7 +29,7 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
-from keepwarm.runtime.checkpoint import base_of, weights_on
+from keepwarm.runtime.checkpoint import base_of, weights_on, without_hints
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -171,6 +172,11 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
             raise ConfigError("device and dtype are those of the model that was passed; leave them out")
     else:
         model, tokenizer, folder = _from_pretrained(source, config, progress)
+    with without_hints():
+        return _prepared(model, tokenizer, folder, config)
+
+
+def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, config: EngineConfig) -> LoadedModel:
     model.eval()
     _refuse_what_is_no_decoder(model)
     watch = WeightWatch(model)  # before anything is read, so that changes meanwhile are noticed
@@ -220,6 +226,7 @@ def _from_pretrained(
     unmapped = ""
     try:
         if is_folder and not adapter:
+            _check_files(folder)
             kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
             if kept is not None:
                 return kept, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
@@ -246,6 +253,12 @@ def _from_pretrained(
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
         raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
     return model, tokenizer, folder if is_folder else _snapshot(model)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise UnsupportedModel if files are missing that an index of weights names."""
+    if any(folder.glob("*.index.json")) and (lacking := missing_weights(folder)):
+        raise UnsupportedModel(f"{folder}: {lacking}. Fetch it again")
 
 
 def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:

@@ -84,7 +84,24 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")
+    try:
+        told += _alone(config, file.parent)
+    except UnsupportedModel as error:
+        return Finding("model", "fail", f"{name}: {error}", "docs/models.md says which models run")
     return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
+
+
+def _alone(config: Mapping[str, Any], folder: Path) -> str:
+    """Say which part of a model that reads pictures or sound is loaded. Raises UnsupportedModel if none can be."""
+    if not isinstance(config.get("text_config"), dict):
+        return ""
+    from keepwarm.runtime.checkpoint import class_alone  # imports transformers
+
+    try:
+        found = class_alone(folder)
+    except (OSError, ValueError, KeyError):  # a type that transformers does not know
+        return ""
+    return f"; its language model is loaded alone, as {found}: prompts are texts" if found else ""
 
 
 def _in_4_bits(config: Mapping[str, Any]) -> str:
