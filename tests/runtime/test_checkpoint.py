@@ -111,6 +111,7 @@ def test_the_language_model_alone_computes_what_the_whole_does(
     assert sum(each.numel() for each in found.parameters()) < sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.host_memory("the lean decoder attends to the host's memory")
 @pytest.mark.parametrize("name", ["gemma 3", "ministral 3"])
 def test_it_is_served_from_its_folder(tmp_path: Path, tokenizer: Any, name: str) -> None:
     whole(tmp_path, name, vocab_size=VOCABULARY)
