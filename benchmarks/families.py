@@ -80,6 +80,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 128,
             "num_local_experts": 0,
             "shared_intermediate_size": 2048,
+            "max_position_embeddings": 32768,
         },
     ),
     "qwen3.5": hybrids.SHAPES["qwen3.5-0.5b"],
