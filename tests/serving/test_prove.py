@@ -14,6 +14,8 @@ from keepwarm.evaluation.exactness.checks import PROMPTS
 
 __all__ = ["cli"]
 
+WARM = ("asked again", "8 at once, warm", "beginning shared")
+
 
 def passed(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The checks by name, each of which found equal answers."""
@@ -32,9 +34,7 @@ def test_a_tenants_answers_are_proven(keyed: Keyed, cli: Cli, monkeypatch: pytes
     found = passed(result.json)
     assert found["beginning shared"]["against"] == "cold, under a new salt"
     assert found["8 at once, cold"]["cached_tokens"] == 0
-    for name in ("asked again", "8 at once, warm", "beginning shared"):
-        assert found[name]["prompts"] == PROMPTS
-        assert found[name]["cached_tokens"] > 0.8 * found[name]["prompt_tokens"], name
+    assert {found[name]["prompts"] for name in WARM} == {PROMPTS}
     refused = cli("prove", "--url", keyed.url)
     assert refused.code == 1
     assert "answered 401" in refused.err
@@ -62,7 +62,8 @@ def test_a_real_models_answers_are_proven(server: ServerProcess, cli: Cli) -> No
         result = cli("prove", "--url", server.url, "--endpoint", endpoint, "-n", "8", "--json")
         assert result.code == 0, result.err
         found = passed(result.json)
-        assert found["asked again"]["prompts"] == PROMPTS
-        assert found["asked again"]["cached_tokens"] > 0.8 * found["asked again"]["prompt_tokens"]
+        for name in WARM:  # a tiny model may compute sooner than it loads, on a busy machine
+            assert found[name]["prompts"] == PROMPTS
+            assert found[name]["cached_tokens"] > 0.8 * found[name]["prompt_tokens"], name
         if endpoint == "completions":
             assert found["prefilled"]["prompts"] >= PROMPTS // 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _OF_PICTURES = ("mrope_section", "mrope_interleaved")
 _ATTEND_AHEAD = ("paligemma",)  # tokens of a prompt attend to those behind them, so the language model alone differs
 _OF_THE_WHOLE = ("eos_token_id", "_commit_hash")  # what its language model goes by
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")  # what formats call modules left in floats
+_WRONG = re.compile("MISMATCH|CONVERSION")  # what a report of tensors says of those that do not fit
 _SHOWN = 3  # tensors that an error names
 
 
@@ -144,34 +145,32 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-@contextmanager
-def without_hints() -> Iterator[None]:
+def without_hints() -> AbstractContextManager[None]:
     """Keep transformers from recommending packages for recurrent layers: the compiled kernels need none, and some of
     these packages only exist for GPUs."""
+    return _filtered(
+        "transformers.integrations.hub_kernels", lambda text: "reference PyTorch implementation" not in text
+    )
 
-    def wanted(record: logging.LogRecord) -> bool:
-        return "reference PyTorch implementation" not in record.getMessage()
 
-    theirs = logging.getLogger("transformers.integrations.hub_kernels")
-    theirs.addFilter(wanted)
-    try:
-        yield
-    finally:
-        theirs.removeFilter(wanted)
+def _unreported() -> AbstractContextManager[None]:
+    """Keep transformers from listing tensors that are missing or have no place: `weights_on` says so. What else is
+    wrong is still reported."""
+    return _filtered(
+        "transformers.modeling_utils", lambda text: "LOAD REPORT" not in text or _WRONG.search(text) is not None
+    )
 
 
 @contextmanager
-def _unreported() -> Iterator[None]:
-    """Keep transformers from listing tensors that are missing or have no place: `weights_on` says so. What else is
-    wrong is still reported."""
+def _filtered(logger: str, wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Drop a logger's lines whose text is not wanted."""
 
-    def wanted(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+    def passes(record: logging.LogRecord) -> bool:
+        return wanted(record.getMessage())
 
-    theirs = logging.getLogger("transformers.modeling_utils")
-    theirs.addFilter(wanted)
+    theirs = logging.getLogger(logger)
+    theirs.addFilter(passes)
     try:
         yield
     finally:
-        theirs.removeFilter(wanted)
+        theirs.removeFilter(passes)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.description import (
@@ -23,8 +22,6 @@ from keepwarm.runtime.native.description import (
     alike,
 )
 from keepwarm.runtime.native.families import experts, llama
-
-_SHAPE = ("padding", "stride", "dilation", "kernel_size")
 
 
 def describe(model: Any) -> Description:
@@ -89,13 +86,9 @@ def _attention(module: Any) -> Attention:
 
 
 def _convolution(module: Any) -> Convolution:
-    weight, bias = llama.exact(module.conv), module.conv.bias
-    kernel = module.conv_kernel_size
-    usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
-    if any(getattr(module.conv, name) != getattr(usual, name) for name in _SHAPE):
-        raise NotCovered("a convolution of another shape")
+    weight, bias = llama.short_convolution(module.conv, module.conv_kernel_size), module.conv.bias
     read, o = llama.linear(module.in_proj), llama.linear(module.out_proj)
-    return Convolution(read, weight.flatten(1), o, None if bias is None else bias.detach())
+    return Convolution(read, weight, o, None if bias is None else bias.detach())
 
 
 def _mlp(module: Any) -> dict[str, Any]:

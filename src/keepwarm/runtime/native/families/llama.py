@@ -111,6 +111,15 @@ def exact(module: Any, name: str = "weight") -> torch.Tensor:
     return found.detach()
 
 
+def short_convolution(module: Any, kernel: int) -> torch.Tensor:
+    """Return the weight `[channels, kernel]` of a convolution over each channel's last inputs. Raises NotCovered for
+    another one."""
+    usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
+    if any(getattr(module, name) != getattr(usual, name) for name in ("padding", "stride", "dilation", "kernel_size")):
+        raise NotCovered("a convolution of another shape")
+    return exact(module).flatten(1)
+
+
 def linear(module: Any) -> Linear:
     own, outputs, inputs = weight(module), getattr(module, "outputs", None), getattr(module, "inputs", None)
     order = None

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from keepwarm.runtime.native.description import Description, LayerParts, NotCovered, StateSpace, alike
 from keepwarm.runtime.native.families import llama
-
-_SHAPE = ("padding", "stride", "dilation", "kernel_size")
 
 
 def describe(model: Any) -> Description:
@@ -32,16 +29,14 @@ def describe(model: Any) -> Description:
 
 
 def mixer(module: Any) -> StateSpace:
-    conv, kernel = module.conv1d, module.conv_kernel_size
-    usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
-    if any(getattr(conv, name) != getattr(usual, name) for name in _SHAPE) or module.activation != "silu":
-        raise NotCovered("Mamba-2 with another convolution")
+    if module.activation != "silu":
+        raise NotCovered("Mamba-2 with another activation")
     if tuple(module.time_step_limit) != (0.0, math.inf):
         raise NotCovered("Mamba-2 with bounds of its steps")
     keys = module.n_groups * module.ssm_state_size
     parts = [module.intermediate_size, keys, keys]  # x, B and C
     gate, *reads, steps = llama.split(module.in_proj, module.intermediate_size, *parts, module.num_heads)
-    weight, bias = llama.exact(conv).flatten(1), conv.bias
+    weight, bias = llama.short_convolution(module.conv1d, module.conv_kernel_size), module.conv1d.bias
     norm = llama.norm(module.norm)
     assert norm is not None
     return StateSpace(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from keepwarm.runtime.native.blocks import BlockLinear, Blocks
 from keepwarm.runtime.native.description import (
@@ -23,7 +22,6 @@ from keepwarm.runtime.native.description import (
 from keepwarm.runtime.native.families import experts, llama
 
 _MORE = 1.0  # norms add one to their weights; the delta net's own does not
-_SHAPE = ("padding", "stride", "dilation", "kernel_size")
 
 
 def describe(model: Any) -> Description:
@@ -60,13 +58,16 @@ def _part(module: Any, sizes: Sequence[int], at: int) -> Linear:
 
 
 def _delta_net(module: Any) -> DeltaNet:
-    conv, kernel = module.conv1d, module.conv_kernel_size
-    usual = nn.Conv1d(1, 1, kernel, padding=kernel - 1)
-    if any(getattr(conv, name) != getattr(usual, name) for name in _SHAPE) or module.activation != "silu":
-        raise NotCovered("a delta net with another convolution")
+    conv = module.conv1d
+    if module.activation != "silu":
+        raise NotCovered("a delta net with another activation")
     if getattr(module.norm, "activation", "silu") != "silu":
         raise NotCovered("a delta net with another gate")
-    weight, decay, step = llama.exact(conv).flatten(1), llama.exact(module, "A_log"), llama.exact(module, "dt_bias")
+    weight, decay, step = (
+        llama.short_convolution(conv, module.conv_kernel_size),
+        llama.exact(module, "A_log"),
+        llama.exact(module, "dt_bias"),
+    )
     bias = None if conv.bias is None else conv.bias.detach()
     tiled = isinstance(module.out_proj, BlockLinear) and module.out_proj.inputs is not None
     if tiled:  # products have the heads of values in the file's order; what lies between follows them
