@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 
 from keepwarm import Engine
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.checkpoint import language_model, weights_on
+from keepwarm.runtime.checkpoint import language_model, tokenizer_on, weights_on
 
 CPU = torch.device("cpu")
 _TEXT = {
@@ -231,3 +232,25 @@ def test_what_the_whole_is_asked_with_goes_along() -> None:
     assert named == ["model.layers.0.mlp", "lm_head", "lm_head", "model.vision_tower"]
     assert config.quantization_config["modules_to_not_convert"] is skipped, "the whole's own stay as they are"
     assert json.loads(found.to_json_string())["model_type"] == "gemma3_text"
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_template_that_only_the_processor_has_is_read(tmp_path: Path, tokenizer: Any, file: str) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    assert tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template is None
+    (tmp_path / file).write_text(json.dumps({"chat_template": tokenizer.chat_template}))
+    assert tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template == tokenizer.chat_template
+    (tmp_path / file).write_text(json.dumps({"chat_template": {"default": tokenizer.chat_template, "tool_use": "x"}}))
+    found = tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template
+    assert found == {"default": tokenizer.chat_template, "tool_use": "x"}
+    (tmp_path / file).write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(ValueError, match=f"the chat_template in {file} is of type int; expected a text"):
+        tokenizer_on(str(tmp_path), trust_remote_code=False)
+
+
+def test_a_template_of_the_tokenizer_goes_first(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
+    assert tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template == tokenizer.chat_template

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from keepwarm.core.blocks import Block, derived_id
+from keepwarm.core.blocks import Block, Chain, derived_id
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.spans import Exactness
 
@@ -43,10 +43,12 @@ def fresh_blocks(
         reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
         if again and plan.loads and plan.loads[0].refs[0].tier == "device":
             reached = 0
-        first = bisect_right(blocks, reached, key=lambda block: block.end)
-        if 0 < first < len(blocks) and blocks[first - 1].end == reached and _begins_region(blocks, first):
+        ends = blocks.ends if isinstance(blocks, Chain) else [block.end for block in blocks]
+        first = bisect_right(ends, reached)
+        if 0 < first < len(blocks) and ends[first - 1] == reached and _begins_region(blocks, first):
             first -= 1
-        first = max(first, bisect_left(blocks, whole_from, key=lambda block: block.start))
+        if blocks and whole_from > blocks[0].start:
+            first = max(first, bisect_left(ends, whole_from) + 1)
         new = tuple(blocks[first:])
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
     return _derived(blocks, plan, whole_from)

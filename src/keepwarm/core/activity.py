@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 
 _PROMPT = 0.05  # seconds that background work waits for a prompt at most: a cold one may take many
-_NEXT = 0.003  # seconds after an answer within which a program asks a next question that is ready
+_NEXT = 0.003  # seconds after a prompt, or after an answer, within which a program asks a next question that is ready
 
 
 class Activity:
@@ -25,8 +25,8 @@ class Activity:
         self._quiet_until = self._last + _PROMPT
 
     def first_token(self) -> None:
-        """Note that the prompt of a request is computed."""
-        self._quiet_until = 0.0
+        """Note that the prompt of a request is computed. A short answer may end before background work begins."""
+        self._quiet_until = min(self._quiet_until, time.monotonic() + _NEXT)
 
     def quiet_seconds(self) -> float:
         """How long background work should pause, since a request waits for its first token or may come soon."""

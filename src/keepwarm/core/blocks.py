@@ -17,8 +17,8 @@ import struct
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from operator import ge
-from typing import NamedTuple, overload
+from operator import ge, itemgetter
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ TOKEN_BYTES = 4
 _TAG = b"keepwarm exact block 1"
 _EXACT = len(_TAG).to_bytes(8, "little") + _TAG + DIGEST_BYTES.to_bytes(8, "little")
 _NO_KEY = bytes(8)
+_STATES = 6  # of the hash of one prompt's tokens: looks go back and forth around where reuse ended
+_POSITION: Callable[[tuple[int, Any]], int] = itemgetter(0)
 _EXTRA = b"\xff\xff\xff\xff"  # no token id: an extra key of 32 bytes follows in the prefix stream
 
 
@@ -64,8 +66,8 @@ def token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 def common_length(a: TokenIds, b: TokenIds) -> int:
     """Length of the common beginning of two token sequences."""
     size = min(len(a), len(b))
-    differ = np.nonzero(a[:size] != b[:size])[0]
-    return int(differ[0]) if len(differ) else size
+    first = (a[:size] != b[:size]).tobytes().find(1)
+    return size if first < 0 else first
 
 
 def content_id(tokens: TokenIds) -> bytes:
@@ -133,32 +135,35 @@ def chain(
     namespace: Namespace,
     extra_keys: Mapping[int, bytes] | None = None,
     known: Sequence[bytes] = (),
+    names: PrefixNames | None = None,
 ) -> Chain:
-    """Return the blocks of a prompt that is cut at `cuts`; `known` are the exact names of the first ones.
+    """Return the blocks of a prompt that is cut at `cuts`; `known` are the exact names of the first ones, and `names` are
+    its prefix names, if the caller has them.
 
     `extra_keys` maps a position to the 32-byte key (a salt) of the region that starts there. The position must be 0 or
     a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do not rise
     strictly within the prompt.
     """
-    names = PrefixNames(tokens, namespace, extra_keys)
+    keys = _region_keys(extra_keys)
+    named = PrefixNames(tokens, namespace, keys) if names is None else names
     starts = (0, *cuts)[: len(cuts)]
     if any(map(ge, starts, cuts)) or (cuts and cuts[-1] > len(tokens)):
         raise ValueError(f"cuts {list(cuts)} do not rise strictly within the prompt's {len(tokens)} tokens")
-    if names.keys and (stray := set(names.keys) - {0, *cuts}):
+    if keys and (stray := set(keys) - {0, *cuts}):
         raise ValueError(f"extra keys at {sorted(stray)} are not at a cut; cuts are {list(cuts)}")
     exact = [namespace.exact_root, *known]
-    exact += _exact_names(tokens, starts[len(known) :], cuts[len(known) :], names.keys, exact[-1])
+    exact += _exact_names(tokens, starts[len(known) :], cuts[len(known) :], keys, exact[-1])
 
     def block(number: int) -> Block:
         start, end = starts[number], cuts[number]
-        above = exact[number], names.opening(start)
-        return Block(start, end, tokens[start:end], exact[number + 1], names.at(end), *above, names.salts(start))
+        above = exact[number], named.opening(start)
+        return Block(start, end, tokens[start:end], exact[number + 1], named.at(end), *above, named.salts(start))
 
     def part(number: int, end: int) -> Block:
         start = starts[number]
-        name = exact_name(exact[number], tokens[start:end].tobytes(), names.keys.get(start, b""))
-        above = exact[number], names.opening(start)
-        return Block(start, end, tokens[start:end], name, names.at(end), *above, names.salts(start))
+        name = exact_name(exact[number], tokens[start:end].tobytes(), keys.get(start, b""))
+        above = exact[number], named.opening(start)
+        return Block(start, end, tokens[start:end], name, named.at(end), *above, named.salts(start))
 
     return Chain(cuts, exact[1:], block, part)
 
@@ -242,7 +247,8 @@ class PrefixNames:
         self._extra = sorted(self.keys.items())
         self._known: dict[int, bytes] = {0: namespace.prefix_root}
         self._lock = threading.Lock()
-        self._stream, self._hashed = hashlib.sha256(namespace.prefix_root), 0  # continued while positions rise
+        # The state of the hash at some positions, which rise; the first is 0.
+        self._states: list[tuple[int, hashlib._Hash]] = [(0, hashlib.sha256(namespace.prefix_root))]
 
     def at(self, position: int) -> bytes:
         """The name of everything left of `position`, which is the name of the block that ends there."""
@@ -252,9 +258,13 @@ class PrefixNames:
                 found = self._known[position] = self._up_to(position).digest()
         return found
 
-    def of(self, tokens: TokenIds) -> PrefixNames:
-        """The names of another prompt under the same extra keys."""
-        return PrefixNames(tokens, self.namespace, self.keys)
+    def of(self, tokens: TokenIds, common: int = 0) -> PrefixNames:
+        """The names of another prompt under the same extra keys. Its first `common` tokens are this one's, too."""
+        other = PrefixNames(tokens, self.namespace, self.keys)
+        with self._lock:
+            other._known |= {at: name for at, name in self._known.items() if at <= common}
+            other._states = [(at, state) for at, state in self._states if at <= common]
+        return other
 
     def opening(self, position: int) -> bytes:
         """The parent name of a block that begins at `position`. It includes the key of a region that starts there, so a
@@ -273,12 +283,17 @@ class PrefixNames:
 
     def _up_to(self, position: int) -> hashlib._Hash:
         """Return the hash state of everything left of a position. The caller must not change it."""
-        if position < self._hashed:
-            self._stream, self._hashed = hashlib.sha256(self.namespace.prefix_root), 0
+        number = bisect_right(self._states, position, key=_POSITION)
+        at, nearest = self._states[number - 1]
+        if at == position:
+            return nearest
+        state = nearest.copy()
         for start, key in self._extra:
-            if self._hashed <= start < position:
-                self._stream.update(self._tokens[self._hashed : start].tobytes() + _EXTRA + key)
-                self._hashed = start
-        self._stream.update(self._tokens[self._hashed : position].tobytes())
-        self._hashed = position
-        return self._stream
+            if at <= start < position:
+                state.update(self._tokens[at:start].tobytes() + _EXTRA + key)
+                at = start
+        state.update(self._tokens[at:position].tobytes())
+        self._states.insert(number, (position, state))
+        if len(self._states) > _STATES:
+            del self._states[1 if number > 1 else 2]
+        return state

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepwarm.core.blocks import Chain, TokenIds, chain, common_length
+from keepwarm.core.blocks import Chain, PrefixNames, TokenIds, chain, common_length
 from keepwarm.core.identity import Namespace
 
 REMEMBERED = 8  # prompts; each of their blocks takes about 70 bytes
@@ -47,18 +47,23 @@ class Naming:
         self._epoch = 0
 
     def chain(
-        self, tokens: TokenIds, cuts: Sequence[int], namespace: Namespace, extra_keys: Mapping[int, bytes]
+        self,
+        tokens: TokenIds,
+        cuts: Sequence[int],
+        namespace: Namespace,
+        extra_keys: Mapping[int, bytes],
+        names: PrefixNames | None = None,
     ) -> Chain:
         """See `core.blocks.chain`."""
         if len(cuts) < _FEW:
-            return chain(tokens, cuts, namespace, extra_keys)
+            return chain(tokens, cuts, namespace, extra_keys, names=names)
         wanted = _Named(namespace, dict(extra_keys), tokens, tuple(cuts), ())
         with self._lock:
             named, epoch = [*self._named], self._epoch
         counts = [each.leading(wanted) for each in named]
         most = max(counts, default=0)
         start = named[counts.index(most)].exact[:most] if most else ()
-        blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start)
+        blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start, names)
         with self._lock:
             if epoch == self._epoch:
                 if most and most == len(named[counts.index(most)].exact):  # it continues the whole of that prompt

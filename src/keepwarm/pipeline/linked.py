@@ -40,8 +40,8 @@ class Linked:
         stateful: bool = False,
     ) -> Linked:
         keys, cuts = _cut(prompt, prompt.tokens, grid)
-        blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
         names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys)
+        blocks = naming.chain(prompt.tokens, cuts, namespace, keys, names)
         return cls(prompt, blocks, names, namespace, grid, epoch, stateful=stateful)
 
     @property
@@ -58,7 +58,11 @@ class Linked:
         """Return the blocks of a part of the prompt, or of the prompt and what follows it; `also` is one more end."""
         keys, cuts = _cut(self.prompt, tokens, self.grid, also)
         known = sum(takewhile(bool, map(eq, self.blocks.ends, cuts)))
-        return chain(tokens, cuts, self.namespace, keys, self.blocks.exact[:known])
+        return chain(tokens, cuts, self.namespace, keys, self.blocks.exact[:known], self.names_of(tokens))
+
+    def names_of(self, tokens: TokenIds) -> PrefixNames:
+        """Return the prefix names of a part of the prompt, or of the prompt and what follows it."""
+        return self.names.of(tokens, min(len(tokens), len(self.prompt.tokens)))
 
     def held_of(self, tokens: TokenIds) -> Held:
         cuts = None if self.grid.inside else tuple(end for end in self.blocks.ends if end <= len(tokens))

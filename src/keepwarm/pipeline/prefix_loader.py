@@ -346,7 +346,7 @@ class PrefixLoader:
     def _names(placed: Placed, tokens: TokenIds) -> PrefixNames | None:
         """Return the names of tokens that begin with a prompt; None if parts of blocks cannot be reused."""
         linked = placed.linked
-        return PrefixNames(tokens, linked.namespace, linked.prompt.extra_keys) if linked.grid.inside else None
+        return linked.names_of(tokens) if linked.grid.inside else None
 
     def _may_keep(self, placed: Placed) -> bool:
         """Whether the request's KV may be kept: no purge and no change of model or arithmetic came since it began."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from keepwarm.errors import UnsupportedModel
 
@@ -36,6 +37,7 @@ _OF_THE_WHOLE = ("eos_token_id", "_commit_hash")  # what its language model goes
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")  # what formats call modules left in floats
 _WRONG = re.compile("MISMATCH|CONVERSION")  # what a report of tensors says of those that do not fit
 _SHOWN = 3  # tensors that an error names
+_OF_PROCESSORS = ("chat_template.json", "processor_config.json")  # files that may hold a template
 
 
 def weights_on(
@@ -71,6 +73,30 @@ def weights_on(
     elif others := sorted(told["unexpected_keys"]):
         log.warning("%s has weights for which %s has no place: %s", where, kind, _some(others))
     found: PreTrainedModel = model
+    return found
+
+
+def tokenizer_on(where: str, *, trust_remote_code: bool) -> Any:
+    """Load a tokenizer from a folder or a hub. A checkpoint that reads pictures or sound may keep its chat template with
+    the processor of these; it is the tokenizer's then. Raises ValueError for a template that is none."""
+    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    if tokenizer.chat_template is None:
+        found = (_template_in(where, name) for name in _OF_PROCESSORS)
+        tokenizer.chat_template = next(filter(None, found), None)
+    return tokenizer
+
+
+def _template_in(where: str, name: str) -> str | dict[str, str] | None:
+    """Return the chat template in a file of a processor, or several by name; None without the file, or one in it."""
+    file = cached_file(
+        where, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    told = json.loads(Path(file).read_bytes()) if file else {}
+    template = told.get("chat_template") if isinstance(told, dict) else None
+    texts = template.values() if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the chat_template in {name} is of type {type(template).__name__}; expected a text, or texts by name")
+    found: str | dict[str, str] | None = template
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.codecs import codec
@@ -29,7 +29,7 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
-from keepwarm.runtime.checkpoint import base_of, weights_on, without_hints
+from keepwarm.runtime.checkpoint import base_of, tokenizer_on, weights_on, without_hints
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -229,7 +229,7 @@ def _from_pretrained(
             _check_files(folder)
             kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
             if kept is not None:
-                return kept, AutoTokenizer.from_pretrained(where, trust_remote_code=remote), folder
+                return kept, tokenizer_on(where, trust_remote_code=remote), folder
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
@@ -238,9 +238,7 @@ def _from_pretrained(
         if adapter:
             model.load_adapter(where)
             model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
-        tokenizer = AutoTokenizer.from_pretrained(
-            _tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote
-        )
+        tokenizer = tokenizer_on(_tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote)
     except OSError as error:
         raise ModelNotFound(
             f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and weights, "

@@ -302,10 +302,10 @@ class Arena:
         return self._held and self._held.cut(length)
 
     def copy_of(self, start: int, end: int) -> KVCopy:
-        """Return a copy of some positions, to be stored; from a device by one copy, if its layers are alike."""
+        """Return a copy of some positions, to be stored; by one copy, if the layers are alike."""
         planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
         rows = None
-        if planes and self._ports[0].copies_by_address:
+        if planes and (self.port.is_host or self._ports[0].copies_by_address):
             try:
                 rows = save_all(planes, start, end)
             except Exception as error:  # the device gathers them first

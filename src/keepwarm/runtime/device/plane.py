@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -162,20 +162,25 @@ class Plane:
 
 
 def save_all(planes: Sequence[Plane], start: int, end: int) -> Bytes | None:
-    """Return a copy of the positions `[start, end)` of all planes of a device, `[planes, kv_heads, end - start,
-    head_bytes]`, which is made by one copy; None if they are not alike, or not at even distances. See `Plane.save`."""
+    """Return a copy of the positions `[start, end)` of all planes of a device or of the host, `[planes, kv_heads,
+    end - start, head_bytes]`, which is made by one copy; None if they are not alike, or not at even distances. See
+    `Plane.save`."""
     first, port = planes[0], planes[0].port
-    apart = np.unique(np.diff([plane.address for plane in planes]))
+    addresses = [plane.address for plane in planes]
+    apart = {after - before for before, after in pairwise(addresses)}
     alike = all(plane.shape == first.shape and plane.memory is first.memory for plane in planes)
-    if not alike or len(apart) != 1 or apart[0] <= 0:
+    if not alike or len(apart) != 1 or min(apart) <= 0:
         return None
-    for plane in planes[::2]:  # keys and values have one turn
-        plane.turns.follow(port.outbound)
-    first.memory.used_by(port.outbound)
-    part = first.rows(len(planes), int(apart[0]), start, end)
-    target = port.pinned(part.numel()).view(part.shape)
-    port.copy_out(part, target, port.outbound)
-    port.outbound.record().synchronize()
+    part = first.rows(len(planes), apart.pop(), start, end)
+    if port.is_host:
+        target = part.clone(memory_format=torch.contiguous_format)
+    else:
+        for plane in planes[::2]:  # keys and values have one turn
+            plane.turns.follow(port.outbound)
+        first.memory.used_by(port.outbound)
+        target = port.pinned(part.numel()).view(part.shape)
+        port.copy_out(part, target, port.outbound)
+        port.outbound.record().synchronize()
     copied: Bytes = target.numpy()
     return copied
 
