@@ -127,13 +127,15 @@ def write(
     heads_of_keys: list[int] | None = None,
     fused: bool = False,
     lacking: str = "",
+    each: int = 0,
 ) -> Path:
     """Write a file. `kinds` gives a weight's kind by the beginning of its name; `left_out` is a tensor that is not
     written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`. With `fused`, gates
-    and ups of experts are one tensor. `lacking` is how metadata end that are not written."""
+    and ups of experts are one tensor. `lacking` is how metadata end that are not written. With `each`, the model is
+    split into files of so many tensors, as llama.cpp's own tool does, and the first one is returned."""
     kinds = MIXTURE if kinds is None else kinds
     random = np.random.default_rng(seed)
-    writer = GGUFWriter(path, _FILES.get(architecture, architecture))
+    writer = GGUFWriter(path, _FILES.get(architecture, architecture), split_max_tensors=each)
     is_lfm2, is_granite4 = architecture in _LFM, architecture.startswith("granitehybrid")
     by_layer = is_lfm2 or is_granite4
     _metadata(writer, has_tokenizer=has_tokenizer, heads=heads_of_keys or ([0, KV_HEADS] if by_layer else KV_HEADS))
@@ -260,7 +262,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))), path) if each else path
 
 
 def _mixer(architecture: str, layer: int) -> tuple[tuple[str, int, int], ...]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.models.places import gguf_parts
 from keepwarm.models.weight_files import weight_files
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.reader import Reader
@@ -315,3 +316,50 @@ def test_a_files_digest_is_cached_for_the_file_alone(file: Path) -> None:
     assert weight_files(file) == [file]
     (file.parent / "beside.gguf").write_bytes(b"")
     assert weight_files(file) == [file]
+
+
+def test_a_model_that_is_split_is_the_same_one(file: Path, tmp_path: Path) -> None:
+    first = write(tmp_path / "m.gguf", each=8)
+    files = gguf_parts(first)
+    assert len(files) > 2
+    assert sorted(tmp_path.iterdir()) == files == weight_files(first)
+    whole, parts, last = (load(path, EngineConfig.build()) for path in (file, first, files[-1]))
+    assert whole.identity == parts.identity == last.identity
+    prompt = torch.arange(40)[None]
+    assert torch.equal(whole.model(prompt).logits, parts.model(prompt).logits)
+    later = files[-1].read_bytes()
+    files[-1].write_bytes(later[:-300] + bytes([later[-300] ^ 1]) + later[-299:])
+    assert load(first, EngineConfig.build()).identity.weights != whole.identity.weights  # the digest is not an old one
+
+
+def test_what_is_wrong_with_a_split_model_is_said(tmp_path: Path) -> None:
+    def refused(path: Path, *words: str) -> None:
+        with pytest.raises(UnsupportedModel) as error:
+            load(path, EngineConfig.build())
+        assert all(word in str(error.value) for word in words), str(error.value)
+
+    first = write(tmp_path / "m.gguf", each=8)
+    files = gguf_parts(first)
+    second = files[1].read_bytes()
+    files[1].unlink()
+    refused(first, f"one of {len(files)} files", f"{files[1].name} is not beside it")
+    files[1].write_bytes(first.read_bytes())
+    refused(first, str(files[1]), "part 0", f"expected 1 of {len(files)}")
+    files[1].write_bytes(second[:60])
+    refused(first, str(files[1]), "not a whole GGUF file")
+    files[1].write_bytes(b"<htm" + second[4:])
+    refused(first, str(files[1]), "no GGUF file")
+    files[1].write_bytes(second)
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(first.read_bytes())
+    refused(renamed, "which its name does not say", f"-00001-of-{len(files):05d}.gguf")
+    other = gguf_parts(write(tmp_path / "n.gguf", each=8, left_out=f"blk.{LAYERS - 1}.ffn_norm.weight"))
+    assert len(other) == len(files)
+    files[-1].write_bytes(other[-1].read_bytes())
+    refused(first, str(first), "tensors; expected", "of different models")
+
+
+def test_one_file_that_is_called_a_part_is_whole(file: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "m-00001-of-00003.gguf"
+    alone.write_bytes(file.read_bytes())
+    assert load(alone, EngineConfig.build()).identity == load(file, EngineConfig.build()).identity

@@ -137,8 +137,8 @@ def chain(
     known: Sequence[bytes] = (),
     names: PrefixNames | None = None,
 ) -> Chain:
-    """Return the blocks of a prompt that is cut at `cuts`; `known` are the exact names of the first ones, and `names` are
-    its prefix names, if the caller has them.
+    """Return the blocks of a prompt that is cut at `cuts`; `known` are the exact names of the first ones, and `names`
+    are its prefix names, if the caller has them.
 
     `extra_keys` maps a position to the 32-byte key (a salt) of the region that starts there. The position must be 0 or
     a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do not rise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from keepwarm.errors import ModelNotFound
 
 _HUB_SECONDS = 5.0
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # one of several files with one model
 
 
 def gguf_file(name: str | Path) -> Path | None:
@@ -17,6 +19,15 @@ def gguf_file(name: str | Path) -> Path | None:
     if not file.is_file():
         raise ModelNotFound(f"no GGUF file at {file}; pass a file, a folder with config.json, a hub id, or 'demo'")
     return file
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the GGUF file, or by their names all files of a model that is split."""
+    found = _SPLIT.search(path.name)
+    if found is None:
+        return [path]
+    stem, count = path.name[: found.start()], int(found[1])
+    return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 
 def model_folder(name: str | Path) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import ModelNotFound
+from keepwarm.models.places import gguf_parts
 
 _FILES, _BYTES = "keepwarm weight files 1", "keepwarm weight bytes 1"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
@@ -50,9 +51,9 @@ def _sha256(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files, sorted; a file by itself (GGUF) is all there is."""
+    """Return a folder's weight files, sorted; of a GGUF file, that file, or those into which it is split."""
     if folder.is_file():
-        return [folder]
+        return [part for part in gguf_parts(folder) if part.is_file()]
     return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
 
 

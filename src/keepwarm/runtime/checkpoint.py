@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from keepwarm.errors import UnsupportedModel
 
@@ -77,8 +77,8 @@ def weights_on(
 
 
 def tokenizer_on(where: str, *, trust_remote_code: bool) -> Any:
-    """Load a tokenizer from a folder or a hub. A checkpoint that reads pictures or sound may keep its chat template with
-    the processor of these; it is the tokenizer's then. Raises ValueError for a template that is none."""
+    """Load a tokenizer from a folder or a hub. A checkpoint that reads pictures or sound may keep its chat template
+    with the processor of these; it is the tokenizer's then. Raises ValueError for a template that is none."""
     tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     if tokenizer.chat_template is None:
         found = (_template_in(where, name) for name in _OF_PROCESSORS)
@@ -95,7 +95,9 @@ def _template_in(where: str, name: str) -> str | dict[str, str] | None:
     template = told.get("chat_template") if isinstance(told, dict) else None
     texts = template.values() if isinstance(template, dict) else [template]
     if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the chat_template in {name} is of type {type(template).__name__}; expected a text, or texts by name")
+        raise ValueError(
+            f"the chat_template in {name} is of type {type(template).__name__}; expected a text, or texts by name"
+        )
     found: str | dict[str, str] | None = template
     return found
 

@@ -14,7 +14,7 @@ from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, as_json, canonical_json, json_digest
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.llamacpp.form import Form
-from keepwarm.integrations.weights import gguf_parts
+from keepwarm.models.places import gguf_parts
 from keepwarm.models.weight_files import files_digest
 
 FORM = 1  # format of the bytes in the store

@@ -4,6 +4,8 @@ too."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from keepwarm.errors import UnsupportedModel
+from keepwarm.models.places import gguf_parts
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES, architecture_of
 from keepwarm.runtime.gguf.reader import Reader
 from keepwarm.runtime.native.blocks import KINDS
@@ -29,6 +32,7 @@ _ROTARY = (
     *("attention.key_length", "attention.head_count", "embedding_length"),
 )
 _MAGIC = b"GGUF"  # how a GGUF file begins
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"  # of a model that is split
 _MOST_EXPERTS, _WIDEST = 1024, 1 << 16
 _POSITIVE = (
     *("embedding_length", "attention.head_count", "context_length", "rope.freq_base"),
@@ -42,29 +46,22 @@ _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, 
 
 @dataclass(frozen=True)
 class File:
-    """An open GGUF file. Its tensors are parts of a memory map of it."""
+    """An open GGUF file, or the first of those into which a model is split. Its tensors are parts of memory maps."""
 
     path: Path
     reader: Reader
 
     @classmethod
     def open(cls, path: Path) -> File:
-        """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
-        try:
-            with path.open("rb") as opened:
-                begins = opened.read(len(_MAGIC))
-            if begins != _MAGIC:
-                raise UnsupportedModel(f"{path} is no GGUF file: it begins with {begins!r}")
-            found = cls(path, Reader(path, "c"))
+        """Open a file; of a model that is split, all files, whichever is named. Raises UnsupportedModel if one is no
+        GGUF file, or not complete."""
+        reader = _opened(path)
+        with _whole(path):
+            if (count := reader.value(_COUNT) or 1) > 1:
+                path, reader = _joined(path, reader, count)
+        found = cls(path, reader)
+        with _whole(path):
             found._check()
-        except UnsupportedModel:
-            raise
-        except OSError as error:
-            raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-        except _DAMAGE as error:
-            raise UnsupportedModel(
-                f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
-            ) from error
         return found
 
     @property
@@ -95,8 +92,6 @@ class File:
             )
         if self.reader.byte_order != "I":
             raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
-        if (self.reader.value("split.count") or 1) > 1:
-            raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
         self._check_sizes()
         self._check_numbers()
         self._check_rotary()
@@ -155,3 +150,54 @@ class File:
                 f"kernels have {', '.join(KINDS)}, F16, BF16 and F32. Quantize it to one of these (llama-quantize), or "
                 "pass the model's folder with safetensors"
             )
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Say of errors that a file's bytes lead to which file it is, and what to do."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read: {error}") from error
+    except _DAMAGE as error:
+        raise UnsupportedModel(
+            f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
+        ) from error
+
+
+def _opened(path: Path) -> Reader:
+    with _whole(path):
+        with path.open("rb") as opened:
+            begins = opened.read(len(_MAGIC))
+        if begins != _MAGIC:
+            raise UnsupportedModel(f"{path} is no GGUF file: it begins with {begins!r}")
+        return Reader(path, "c")
+
+
+def _joined(path: Path, reader: Reader, count: int) -> tuple[Path, Reader]:
+    """Open the other files of a model that is split, of which one is open. Return the first one, with all tensors."""
+    files = gguf_parts(path)
+    if len(files) != count:
+        raise UnsupportedModel(
+            f"{path} is one of {count} files with one model, which its name does not say: expected a name that ends in "
+            f"-00001-of-{count:05d}.gguf, and the others beside it"
+        )
+    if absent := [file for file in files if not file.is_file()]:
+        raise UnsupportedModel(
+            f"{path} is one of {count} files with one model, and {absent[0].name} is not beside it: fetch it, too"
+        )
+    first, *others = (reader if file == path else _opened(file) for file in files)
+    for number, (file, each) in enumerate(zip(files, (first, *others), strict=True)):
+        if (told := (each.value(_NUMBER), each.value(_COUNT))) != (number, count):
+            raise UnsupportedModel(
+                f"{file} says it is part {told[0]} of {told[1]}, from 0; expected {number} of {count}"
+            )
+    first.join(tuple(others))
+    if (expected := first.value(_TENSORS)) is not None and expected != len(first.tensors):
+        raise UnsupportedModel(
+            f"{files[0]} and the {count - 1} after it have {len(first.tensors)} tensors; expected {expected}: they are "
+            "of different models"
+        )
+    return files[0], first

@@ -44,12 +44,12 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     file = File.open(path)
     try:
         model = _model(file, dtype)
-        tokenizer = read_tokenizer(path, model.config)
+        tokenizer = read_tokenizer(file.path, model.config)
     except KeepwarmError:
         raise
     except Exception as error:  # damaged values reach transformers and tokenizers, which raise errors of many kinds
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
-    keep_maps(model, [file.reader.map])
+    keep_maps(model, file.reader.maps)
     return model, tokenizer
 
 

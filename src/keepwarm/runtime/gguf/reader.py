@@ -41,11 +41,23 @@ class Reader(GGUFReader):
         self._get(start, np.uint8, size)  # raises ValueError if the file ends before
         return 12 + size, [kind, count], [], [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
 
+    others: tuple[Reader, ...] = ()  # of the further files of a model that is split
+
+    def join(self, others: tuple[Reader, ...]) -> None:
+        """Add the tensors of a model's further files. Their metadata are left out."""
+        self.others = others
+        self.tensors = [*self.tensors, *(each for other in others for each in other.tensors)]
+
     @property
     def map(self) -> mmap.mmap:
         """The file's memory map."""
         found: mmap.mmap = self.data._mmap  # type: ignore[attr-defined]
         return found
+
+    @property
+    def maps(self) -> list[mmap.mmap]:
+        """The memory maps of all of a model's files."""
+        return [self.map, *(other.map for other in self.others)]
 
     def _size_of(self, kind: GGUFValueType, count: int, start: int) -> int:
         """The bytes of an array's values."""
