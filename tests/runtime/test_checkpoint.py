@@ -245,6 +245,13 @@ def test_a_template_that_only_the_processor_has_is_read(tmp_path: Path, tokenize
     (tmp_path / file).write_text(json.dumps({"chat_template": {"default": tokenizer.chat_template, "tool_use": "x"}}))
     found = tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template
     assert found == {"default": tokenizer.chat_template, "tool_use": "x"}
+    listed = [{"name": "default", "template": tokenizer.chat_template}]
+    (tmp_path / file).write_text(json.dumps({"chat_template": listed}))
+    found = tokenizer_on(str(tmp_path), trust_remote_code=False).chat_template
+    assert found == {"default": tokenizer.chat_template}
+    (tmp_path / file).write_text("<html>")
+    with pytest.raises(ValueError, match=f"{file} is no JSON"):
+        tokenizer_on(str(tmp_path), trust_remote_code=False)
     (tmp_path / file).write_text(json.dumps({"chat_template": 3}))
     with pytest.raises(ValueError, match=f"the chat_template in {file} is of type int; expected a text"):
         tokenizer_on(str(tmp_path), trust_remote_code=False)

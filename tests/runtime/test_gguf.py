@@ -363,3 +363,24 @@ def test_one_file_that_is_called_a_part_is_whole(file: Path, tmp_path: Path) -> 
     alone = tmp_path / "m-00001-of-00003.gguf"
     alone.write_bytes(file.read_bytes())
     assert load(alone, EngineConfig.build()).identity == load(file, EngineConfig.build()).identity
+
+
+@pytest.mark.parametrize("names", [("m-00001-of-00002", "m-00002-of-00002"), ("m-00001-of-00002", "m-00003-of-00002")])
+def test_files_that_are_only_called_parts_are_models_of_their_own(names: tuple[str, str], tmp_path: Path) -> None:
+    for seed, name in enumerate(names):
+        write(tmp_path / f"{name}.gguf", seed=seed)
+    one, other = (load(tmp_path / f"{name}.gguf", EngineConfig.build()).identity for name in names)
+    assert one.weights != other.weights
+    write(tmp_path / f"{names[1]}.gguf", seed=5)
+    assert load(tmp_path / f"{names[1]}.gguf", EngineConfig.build()).identity.weights != other.weights
+
+
+def test_no_part_repeats_a_tensor_of_another(tmp_path: Path) -> None:
+    first = write(tmp_path / "m.gguf", each=8)
+    files = gguf_parts(first)
+    named = [(path, each.name.encode()) for path in files for each in gguf.GGUFReader(path).tensors]
+    pairs = ((a, b) for a in named for b in named if a[0] != b[0] and len(a[1]) == len(b[1]))
+    (_, name), (path, other) = next(pairs)
+    path.write_bytes(path.read_bytes().replace(other, name))
+    with pytest.raises(UnsupportedModel, match="twice"):
+        load(first, EngineConfig.build())

@@ -8,7 +8,7 @@ from pathlib import Path
 from keepwarm.errors import ModelNotFound
 
 _HUB_SECONDS = 5.0
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")  # one of several files with one model
+_SPLIT = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")  # one of several files with one model
 
 
 def gguf_file(name: str | Path) -> Path | None:
@@ -22,11 +22,12 @@ def gguf_file(name: str | Path) -> Path | None:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the GGUF file, or by their names all files of a model that is split."""
+    """Return the GGUF file, or all files that are called parts of the same model. Only the first one's metadata say
+    whether it is split."""
     found = _SPLIT.search(path.name)
-    if found is None:
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
         return [path]
-    stem, count = path.name[: found.start()], int(found[1])
+    stem, count = path.name[: found.start()], int(found[2])
     return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 

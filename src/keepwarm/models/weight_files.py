@@ -51,9 +51,10 @@ def _sha256(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files, sorted; of a GGUF file, that file, or those into which it is split."""
+    """Return a folder's weight files, sorted; of a GGUF file, that one and then those that are called its other parts.
+    It may be whole by itself whatever it is called, so it is always there, and first."""
     if folder.is_file():
-        return [part for part in gguf_parts(folder) if part.is_file()]
+        return [folder, *(part for part in gguf_parts(folder) if part != folder and part.is_file())]
     return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
 
 

@@ -91,8 +91,13 @@ def _template_in(where: str, name: str) -> str | dict[str, str] | None:
     file = cached_file(
         where, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    told = json.loads(Path(file).read_bytes()) if file else {}
+    try:
+        told = json.loads(Path(file).read_bytes()) if file else {}
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON ({error}). Fetch it again") from None
     template = told.get("chat_template") if isinstance(told, dict) else None
+    if isinstance(template, list):  # as tokenizers list several
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
     texts = template.values() if isinstance(template, dict) else [template]
     if template is not None and not all(isinstance(text, str) for text in texts):
         raise ValueError(

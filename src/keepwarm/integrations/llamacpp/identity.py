@@ -14,8 +14,7 @@ from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, as_json, canonical_json, json_digest
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.llamacpp.form import Form
-from keepwarm.models.places import gguf_parts
-from keepwarm.models.weight_files import files_digest
+from keepwarm.models.weight_files import files_digest, weight_files
 
 FORM = 1  # format of the bytes in the store
 _ROPE = (
@@ -35,7 +34,7 @@ def namespace_of(llm: llama_cpp.Llama, form: Form) -> Namespace:
     """Return the namespace of a model in a context. Raises ConfigError when a file cannot be read."""
     context, cache = llm.context_params, cache_dir() / "identity.json"
     try:
-        weights = files_digest(gguf_parts(Path(llm.model_path)), cache, named=False)
+        weights = files_digest(weight_files(Path(llm.model_path)), cache, named=False)
         lora = _lora(llm, cache)
         libraries = {"llama-cpp-python": llama_cpp.__version__, "files": files_digest(_libraries(), cache)}
     except OSError as error:

@@ -16,8 +16,7 @@ from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, json_digest
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.llamacpp.form import Form
-from keepwarm.models.places import gguf_parts
-from keepwarm.models.weight_files import files_digest
+from keepwarm.models.weight_files import files_digest, weight_files
 
 FORM = 1  # format of the bytes in the store
 
@@ -30,7 +29,7 @@ def namespace_of(
     cache = cache_dir() / "identity.json"
     path = Path(str(props["model_path"])) if file is None else file
     try:
-        weights = files_digest(gguf_parts(path), cache, named=False)
+        weights = files_digest(weight_files(path), cache, named=False)
         lora = [[files_digest([Path(each["path"])], cache, named=False), each["scale"]] for each in adapters]
     except (OSError, KeyError) as error:
         raise ConfigError(

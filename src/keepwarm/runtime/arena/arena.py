@@ -305,7 +305,7 @@ class Arena:
         """Return a copy of some positions, to be stored; by one copy, if the layers are alike."""
         planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
         rows = None
-        if planes and (self.port.is_host or self._ports[0].copies_by_address):
+        if planes and (self._ports[0].is_host or self._ports[0].copies_by_address):
             try:
                 rows = save_all(planes, start, end)
             except Exception as error:  # the device gathers them first

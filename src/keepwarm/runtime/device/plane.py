@@ -166,10 +166,10 @@ def save_all(planes: Sequence[Plane], start: int, end: int) -> Bytes | None:
     end - start, head_bytes]`, which is made by one copy; None if they are not alike, or not at even distances. See
     `Plane.save`."""
     first, port = planes[0], planes[0].port
-    addresses = [plane.address for plane in planes]
-    apart = {after - before for before, after in pairwise(addresses)}
-    alike = all(plane.shape == first.shape and plane.memory is first.memory for plane in planes)
-    if not alike or len(apart) != 1 or min(apart) <= 0:
+    if any(plane.shape != first.shape or plane.memory is not first.memory for plane in planes):
+        return None
+    apart = {after.address - before.address for before, after in pairwise(planes)}
+    if len(apart) != 1 or min(apart) <= 0:
         return None
     part = first.rows(len(planes), apart.pop(), start, end)
     if port.is_host:

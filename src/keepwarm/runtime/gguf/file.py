@@ -4,6 +4,7 @@ too."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,8 +91,7 @@ class File:
                 f"{self.path} holds a model of the architecture {self.architecture!r}; Keepwarm runs GGUF files of "
                 f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
             )
-        if self.reader.byte_order != "I":
-            raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
+        _check_order(self.path, self.reader)
         self._check_sizes()
         self._check_numbers()
         self._check_rotary()
@@ -200,4 +200,11 @@ def _joined(path: Path, reader: Reader, count: int) -> tuple[Path, Reader]:
             f"{files[0]} and the {count - 1} after it have {len(first.tensors)} tensors; expected {expected}: they are "
             "of different models"
         )
+    if twice := [name for name, times in Counter(first.names).items() if times > 1]:
+        raise UnsupportedModel(f"{files[0]} and the {count - 1} after it have {twice[0]} twice")
     return files[0], first
+
+
+def _check_order(path: Path, reader: Reader) -> None:
+    if reader.byte_order != "I":
+        raise UnsupportedModel(f"{path} has another byte order than this machine: convert it")

@@ -120,27 +120,26 @@ inline void put_result(const Model& m, const Scratch<Rows>& b, int layer, int ro
     b.mixed.put(to, column, value);
 }
 
-// One task of a step with few rows: all rows attend to one part of the positions, for one key head.
+// One task of a step with few rows: lanes [first, last) of each work attend to one part of the positions, for one key head.
 template <class Lanes, class Rows>
-void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part) {
+void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part, int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
     for (int i = 0; i < s.works; i++) {
         const Work& work = s.work[i];
         int from = work.first_unit > part * UNITS ? work.first_unit : part * UNITS;
         int to = work.last_unit < (part + 1) * UNITS ? work.last_unit : (part + 1) * UNITS;
         if (from >= to) continue;
-        const int lanes = work.rows * (m.heads / m.kv_heads);
-        for (int first = 0; first < lanes; first += Lanes::MOST) {
-            Lanes l(m, s, b.q, s.members + work.row, first, lanes, layer, head);
-            for (int i = 0; i < l.n; i++) {
-                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
-                l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
-            }
-            walk(m, s, l, work, layer, head, std::max(from, l.first_unit()), to);
-            for (int i = 0; i < l.n; i++) {
-                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
-                b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
-            }
+        const int lanes = std::min(last, work.rows * (m.heads / m.kv_heads));
+        if (first >= lanes) continue;
+        Lanes l(m, s, b.q, s.members + work.row, first, lanes, layer, head);
+        for (int i = 0; i < l.n; i++) {
+            int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+            l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
+        }
+        walk(m, s, l, work, layer, head, std::max(from, l.first_unit()), to);
+        for (int i = 0; i < l.n; i++) {
+            int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+            b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
         }
     }
 }
@@ -176,7 +175,7 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
         const int64_t lane = (int64_t)row * m.heads + head;
         alignas(64) float out[Lanes::DIM] = {};
         float maximum = NEVER, total = 0;
-        for (int p = 0; p <= s.positions[row] / PART; p++) {
+        for (int p = b.first_part(m.layer[layer]); p <= s.positions[row] / PART; p++) {
             int64_t cell = p * b.lanes + lane;
             absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
         }
@@ -188,18 +187,23 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
 template <class Lanes, class Rows>
 void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int id, int of,
                int& next, Barrier& barrier) {
-    const int lanes = s.work[0].rows * (m.heads / m.kv_heads);
+    int rows = 0;
+    for (int i = 0; i < s.works; i++) rows = std::max(rows, s.work[i].rows);
+    const int lanes = rows * (m.heads / m.kv_heads), begin = b.wide ? 0 : b.first_part(m.layer[layer]);
+    const int parts = b.wide ? 1 : b.parts - begin, least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
     int most = Lanes::MOST;
-    while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // so that every thread gets tasks
-    const int tasks = m.kv_heads * (b.wide ? (lanes + most - 1) / most : b.parts);
+    const auto slices = [&] { return (lanes + most - 1) / most; };
+    while (most > least && m.kv_heads * parts * slices() < wanted) most -= LANES;  // so that every thread gets tasks
+    const int tasks = m.kv_heads * parts * slices();
     for (;;) {
         int task;
 #pragma omp atomic capture
         task = next++;
         if (task >= tasks) break;
-        int head = task % m.kv_heads, i = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
-        if (b.wide) attend_lanes<Lanes>(m, s, b, on, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
-        else attend_part<Lanes>(m, s, b, layer, head, i);
+        const int head = task % m.kv_heads, rest = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
+        const int first = rest % slices() * most, last = std::min(first + most, lanes);
+        if (b.wide) attend_lanes<Lanes>(m, s, b, on, layer, head, first, last);
+        else attend_part<Lanes>(m, s, b, layer, head, begin + rest / slices(), first, last);
     }
     barrier.wait(of);
     if (b.wide) return;

@@ -218,10 +218,12 @@ struct Scratch {
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts, mix;  // `mix`: the widest layer's `mixes`
+    int32_t lowest;      // of the rows' positions
     bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
     Scratch(const Model& m, const Step& s) {
         int32_t last = 0;
-        for (int i = 0; i < s.rows; i++) last = s.positions[i] > last ? s.positions[i] : last;
+        lowest = INT32_MAX;
+        for (int i = 0; i < s.rows; i++) last = std::max(last, s.positions[i]), lowest = std::min(lowest, s.positions[i]);
         parts = last / PART + 1;
         wide = s.works == 1 && s.rows > WIDE;
         lanes = (int64_t)s.rows * m.heads;
@@ -250,6 +252,9 @@ struct Scratch {
         found = take(s.largest ? (int64_t)s.outputs * s.threads : 0);
         size = p - s.scratch;
     }
+
+    // Returns the first part of the positions to which any row attends in a layer.
+    int first_part(const Layer& w) const { return w.window && lowest >= w.window ? (lowest - w.window + 1) / PART : 0; }
 };
 
 // Returns where a head's rows begin. `layer` is a number among the layers with keys and values.
