@@ -344,7 +344,7 @@ def test_what_is_wrong_with_a_split_model_is_said(tmp_path: Path) -> None:
     files[1].unlink()
     refused(first, f"one of {len(files)} files", f"{files[1].name} is not beside it")
     files[1].write_bytes(first.read_bytes())
-    refused(first, str(files[1]), "part 0", f"expected 1 of {len(files)}")
+    refused(first, str(files[1]), "part 1 of", f"by its name it is 2 of {len(files)}")
     files[1].write_bytes(second[:60])
     refused(first, str(files[1]), "not a whole GGUF file")
     files[1].write_bytes(b"<htm" + second[4:])
@@ -352,7 +352,7 @@ def test_what_is_wrong_with_a_split_model_is_said(tmp_path: Path) -> None:
     files[1].write_bytes(second)
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(first.read_bytes())
-    refused(renamed, "which its name does not say", f"-00001-of-{len(files):05d}.gguf")
+    refused(renamed, "its name does not end in", f"-00001-of-{len(files):05d}.gguf")
     other = gguf_parts(write(tmp_path / "n.gguf", each=8, left_out=f"blk.{LAYERS - 1}.ffn_norm.weight"))
     assert len(other) == len(files)
     files[-1].write_bytes(other[-1].read_bytes())

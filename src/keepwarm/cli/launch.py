@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 from urllib.error import HTTPError
@@ -27,6 +26,7 @@ from keepwarm.cli import output
 from keepwarm.cli.agents import AGENTS, Agent, Endpoint, Start, agent_of
 from keepwarm.cli.options import EngineOptions, grouped, refuse
 from keepwarm.errors import ConfigError, KeepwarmError
+from keepwarm.models.places import model_id
 
 _LOOKING = 0.2  # seconds between two looks at a server that starts
 _ASKING = 10.0  # seconds for a short question to a server
@@ -69,7 +69,7 @@ def launch(
     passed = tuple(arguments or ())
     if show:
         shown = "none" if api_key_env is None else f"<{api_key_env}>"
-        model = _name(engine.source) if served is None else served.model
+        model = model_id(engine.source) if served is None else served.model
         _print(chosen, Endpoint(address, model, shown), passed, _serve(engine, address, served))
         return
     program = shutil.which(chosen.program)
@@ -104,11 +104,6 @@ def _key(variable: str | None) -> str:
     return os.environ[variable]
 
 
-def _name(model: str) -> str:
-    """Return the name under which a server shows a model (`serving.service`)."""
-    return model if "/" in model and not Path(model).exists() else Path(model).name
-
-
 def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> None:
     """Raise ConfigError for options that would have no effect, because a server runs already."""
     unused = [f"--{name.replace('_', '-')}" for name in engine.given]
@@ -116,10 +111,10 @@ def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> Non
         raise ConfigError(
             f"a server runs at {address} already: {', '.join(unused)} apply only to a server that is started here"
         )
-    if engine.model is not None and _name(engine.model) != served.model:
+    if engine.model is not None and model_id(engine.model) != served.model:
         raise ConfigError(
-            f"a server runs at {address} already, with the model {served.model!r}, not {_name(engine.model)!r}: leave "
-            "--model out, or name another --url"
+            f"a server runs at {address} already, with the model {served.model!r}, not {model_id(engine.model)!r}: "
+            "leave --model out, or name another --url"
         )
 
 
@@ -154,7 +149,7 @@ def _served(address: str, key: str, wanted: str | None = None) -> Endpoint | Non
     server answers. Raises KeepwarmError for an unexpected answer."""
     try:
         names = [str(each["id"]) for each in _get(address, "/v1/models", key)["data"]]
-        model = _name(wanted) if wanted is not None and _name(wanted) in names else names[0]
+        model = model_id(wanted) if wanted is not None and model_id(wanted) in names else names[0]
     except HTTPError as error:
         cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a model server?"
         raise KeepwarmError(f"the server at {address} answered {error.code}: {cure}") from None

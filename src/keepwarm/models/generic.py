@@ -187,7 +187,10 @@ class GenericAdapter:
         template_args: Mapping[str, Any] | None = None,
     ) -> Rendered:
         if self._tokenizer.template() is None:
-            raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
+            raise TemplateError(
+                "this tokenizer has no chat template, so messages cannot be written: give a text (prompt=, "
+                "/v1/completions, keepwarm run --raw), or a tokenizer with a template"
+            )
         chat, declared = plain(messages)
         check_roles(chat, self._template)
         chat = self.history(chat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -17,7 +18,11 @@ def gguf_file(name: str | Path) -> Path | None:
         return None
     file = Path(name).expanduser()
     if not file.is_file():
-        raise ModelNotFound(f"no GGUF file at {file}; pass a file, a folder with config.json, a hub id, or 'demo'")
+        beside = [*file.parent.glob(f"{glob.escape(_SPLIT.sub('', file.name).removesuffix('.gguf'))}-*-of-*.gguf")]
+        more = f"; of its parts, {min(beside)} is there" if beside else ""
+        raise ModelNotFound(
+            f"no GGUF file at {file}{more}; pass a file, a folder with config.json, a hub id, or 'demo'"
+        )
     return file
 
 
@@ -29,6 +34,12 @@ def gguf_parts(path: Path) -> list[Path]:
         return [path]
     stem, count = path.name[: found.start()], int(found[2])
     return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+
+
+def model_id(model: str) -> str:
+    """Return the name by which requests call a model: a hub id, or what its folder or file is called. A file that is
+    split has the name of the whole."""
+    return model if "/" in model and not Path(model).exists() else _SPLIT.sub(".gguf", Path(model).name)
 
 
 def model_folder(name: str | Path) -> Path | None:
@@ -50,7 +61,9 @@ def _model_folder(name: str, folder: Path) -> Path | None:
             raise ModelNotFound(f"no model folder at {folder}; pass a folder with config.json, a hub id, or 'demo'")
         return None
     if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
-        raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
+        files = sorted(folder.glob("*.gguf"))
+        which = f"one of its GGUF files ({files[0]})" if files else "the folder that save_pretrained wrote"
+        raise ModelNotFound(f"{folder} has no config.json; pass {which}")
     return folder
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from keepwarm.errors import UnsupportedModel
+from keepwarm.models.chat_files import OF_PROCESSORS, template_in
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ _OF_THE_WHOLE = ("eos_token_id", "_commit_hash")  # what its language model goes
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")  # what formats call modules left in floats
 _WRONG = re.compile("MISMATCH|CONVERSION")  # what a report of tensors says of those that do not fit
 _SHOWN = 3  # tensors that an error names
-_OF_PROCESSORS = ("chat_template.json", "processor_config.json")  # files that may hold a template
 
 
 def weights_on(
@@ -81,30 +81,11 @@ def tokenizer_on(where: str, *, trust_remote_code: bool) -> Any:
     with the processor of these; it is the tokenizer's then. Raises ValueError for a template that is none."""
     tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     if tokenizer.chat_template is None:
-        found = (_template_in(where, name) for name in _OF_PROCESSORS)
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        files = (cached_file(where, name, **quiet) for name in OF_PROCESSORS)
+        found = (template_in(Path(file)) for file in files if file)
         tokenizer.chat_template = next(filter(None, found), None)
     return tokenizer
-
-
-def _template_in(where: str, name: str) -> str | dict[str, str] | None:
-    """Return the chat template in a file of a processor, or several by name; None without the file, or one in it."""
-    file = cached_file(
-        where, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    try:
-        told = json.loads(Path(file).read_bytes()) if file else {}
-    except ValueError as error:
-        raise ValueError(f"{name} is no JSON ({error}). Fetch it again") from None
-    template = told.get("chat_template") if isinstance(told, dict) else None
-    if isinstance(template, list):  # as tokenizers list several
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-    texts = template.values() if isinstance(template, dict) else [template]
-    if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            f"the chat_template in {name} is of type {type(template).__name__}; expected a text, or texts by name"
-        )
-    found: str | dict[str, str] | None = template
-    return found
 
 
 def base_of(folder: Path) -> str:

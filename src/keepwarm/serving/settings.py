@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 
 from keepwarm.config import EngineConfig, cache_dir, from_environment, parse_bytes, put_setting
 from keepwarm.errors import ConfigError
+from keepwarm.models.places import model_id
 from keepwarm.store.remote.backend import redacted
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,99}")
@@ -352,11 +353,6 @@ class ServeConfig(_Section):
             raise ConfigError(f"models: {twice[0]!r} is the name of more than one model, or given twice")
         if len(self.models) > 1 and self.engine_settings["store"] is None:
             raise ConfigError("models: several models need a store (engine.store): their KV waits there")
-
-
-def model_id(model: str) -> str:
-    """Return the name by which requests call a model: a hub id, or what its folder or file is called."""
-    return model if "/" in model and not Path(model).exists() else Path(model).name
 
 
 def is_loopback(host: str) -> bool:

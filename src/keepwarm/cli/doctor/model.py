@@ -17,10 +17,12 @@ from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import geometry_of
 from keepwarm.core.states import stateful_layers
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, ModelNotFound, UnsupportedModel
+from keepwarm.models.chat_files import has_template
 from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
 
+_BARE = "; it has no chat template, so give it texts (`keepwarm run --raw`, /v1/completions), not messages"
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 
 
@@ -66,11 +68,11 @@ def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
         whole = File.open(file)
         told = _geometry(whole.config().to_dict(), settings)
     except UnsupportedModel as error:
-        return Finding("model", "fail", str(error), "docs/gguf.md lists what runs")
+        return Finding("model", "fail", str(error), "docs/gguf.md lists what runs, and says how files are named")
     types = ", ".join(sorted({each.tensor_type.name for each in whole.reader.tensors}))
     told = f"{name} is there and runs: {whole.architecture} in {types}; {told}"
     if not whole.has_template:
-        told += "; it has no chat template, so give it texts (`keepwarm run --raw`), not messages"
+        told += _BARE
     return Finding("model", "ok", f"{told}. {_SURE}")
 
 
@@ -79,7 +81,7 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
         config = json.loads(file.read_text(encoding="utf-8"))
         if lacking := missing_weights(file.parent):
             return Finding("model", "fail", f"{file.parent}: {lacking}", "download or save the model again")
-        told = f"{_geometry(config, settings)}{_in_4_bits(config)}"
+        told = f"{_geometry(config, settings)}{_in_4_bits(config)}{'' if has_template(file.parent) else _BARE}"
     except (OSError, ValueError, KeyError) as error:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:

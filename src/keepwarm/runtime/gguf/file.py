@@ -172,7 +172,9 @@ def _opened(path: Path) -> Reader:
         with path.open("rb") as opened:
             begins = opened.read(len(_MAGIC))
         if begins != _MAGIC:
-            raise UnsupportedModel(f"{path} is no GGUF file: it begins with {begins!r}")
+            raise UnsupportedModel(
+                f"{path} is no GGUF file: it begins with {begins!r}, expected {_MAGIC!r}. Fetch it again"
+            )
         return Reader(path, "c")
 
 
@@ -180,20 +182,26 @@ def _joined(path: Path, reader: Reader, count: int) -> tuple[Path, Reader]:
     """Open the other files of a model that is split, of which one is open. Return the first one, with all tensors."""
     files = gguf_parts(path)
     if len(files) != count:
+        ending = f"-{(reader.value(_NUMBER) or 0) + 1:05d}-of-{count:05d}.gguf"
         raise UnsupportedModel(
-            f"{path} is one of {count} files with one model, which its name does not say: expected a name that ends in "
-            f"-00001-of-{count:05d}.gguf, and the others beside it"
+            f"{path} is one of {count} files with one model by what it holds, and its name does not end in {ending}: "
+            "give the files their own names again, side by side"
         )
-    if absent := [file for file in files if not file.is_file()]:
+    if absent := [file.name for file in files if not file.is_file()]:
+        more = f" and {len(absent) - 1} more" if absent[1:] else ""
         raise UnsupportedModel(
-            f"{path} is one of {count} files with one model, and {absent[0].name} is not beside it: fetch it, too"
+            f"{path} is one of {count} files with one model, and {absent[0]}{more} is not beside it: fetch it"
         )
     first, *others = (reader if file == path else _opened(file) for file in files)
     for number, (file, each) in enumerate(zip(files, (first, *others), strict=True)):
-        if (told := (each.value(_NUMBER), each.value(_COUNT))) != (number, count):
+        told = each.value(_NUMBER), each.value(_COUNT)
+        if told != (number, count):
+            part = told[0] + 1 if isinstance(told[0], int) else None
             raise UnsupportedModel(
-                f"{file} says it is part {told[0]} of {told[1]}, from 0; expected {number} of {count}"
+                f"{file} says it is part {part} of {told[1]}, and by its name it is {number + 1} of {count}: give the "
+                "files their own names again, or fetch them again"
             )
+        _check_order(file, each)
     first.join(tuple(others))
     if (expected := first.value(_TENSORS)) is not None and expected != len(first.tensors):
         raise UnsupportedModel(
