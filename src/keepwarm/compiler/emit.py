@@ -25,9 +25,15 @@ class Fresh:
 
 
 def fresh_blocks(
-    blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False, far: Container[str] = (), whole_from: int = 0
+    blocks: Sequence[Block],
+    plan: LinkPlan,
+    count: int | None = None,
+    *,
+    again: bool = False,
+    far: Container[str] = (),
+    whole_from: int = 0,
 ) -> Fresh:
-    """Return which of the `blocks` that a finished plan computed, or completed, are new.
+    """Return which of the first `count` blocks (None: of all) that a finished plan computed, or completed, are new.
 
     The block in which reuse ended is one of them, although a stored one has the same beginning: otherwise nothing would
     lead to the blocks after it. So is a block that ends where reuse ended and a region under a salt begins: it may lie
@@ -43,15 +49,15 @@ def fresh_blocks(
         reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
         if again and plan.loads and plan.loads[0].refs[0].tier == "device":
             reached = 0
-        ends = blocks.ends if isinstance(blocks, Chain) else [block.end for block in blocks]
+        ends = (blocks.ends if isinstance(blocks, Chain) else [block.end for block in blocks])[:count]
         first = bisect_right(ends, reached)
-        if 0 < first < len(blocks) and ends[first - 1] == reached and _begins_region(blocks, first):
+        if 0 < first < len(ends) and ends[first - 1] == reached and _begins_region(blocks, first):
             first -= 1
-        if blocks and whole_from > blocks[0].start:
+        if ends and whole_from > blocks[0].start:
             first = max(first, bisect_left(ends, whole_from) + 1)
-        new = tuple(blocks[first:])
+        new = tuple(blocks[first : len(ends)])
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
-    return _derived(blocks, plan, whole_from)
+    return _derived(blocks[:count], plan, whole_from)
 
 
 def _begins_region(blocks: Sequence[Block], number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
+from keepwarm.core.blocks import PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.naming import Naming
@@ -332,14 +333,12 @@ class PrefixLoader:
         length = length if self._rules.answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
         blocks = linked.blocks_of(tokens)
-        whole = linked.blocks.last_start
-        fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
-        if not self._may_keep(placed):
-            fresh = []
+        known = bisect_right(blocks.ends, max(linked.blocks.last_start, placed.plan.prefix_end))
+        fresh = blocks[known:] if self._may_keep(placed) else ()
         names = self._names(placed, tokens)
         self._archive.put(source, fresh, linked.namespace, on_copied=on_copied, epoch=linked.epoch, names=names)
         if self._snapshots is not None:
-            new = Fresh(tuple(fresh), tuple(block.exact for block in fresh))
+            new = Fresh(fresh, tuple(block.exact for block in fresh))
             self._snapshots.keep(placed.behind, placed.plan, linked, new, asked=False)
 
     @staticmethod
@@ -372,11 +371,10 @@ class PrefixLoader:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
         stored = tokens if self._rules.answers else tokens[: len(prompt.tokens)]
-        blocks: Sequence[Block] = linked.blocks_of(stored, base)
-        if placed.goes_on and len(tokens) == len(prompt.tokens):
-            blocks = blocks[:-1]
+        blocks = linked.blocks_of(stored, base)
+        count = len(blocks) - (placed.goes_on and len(tokens) == len(prompt.tokens))
         far, loaded = self._archive.remotes.names, placed.arena.gap.end
-        return tokens, fresh_blocks(blocks, plan, again=self._rules.choosy, far=far, whole_from=loaded)
+        return tokens, fresh_blocks(blocks, plan, count, again=self._rules.choosy, far=far, whole_from=loaded)
 
     def _fresh_steps(self, placed: Placed, plan: LinkPlan, tokens: TokenIds, tail: bool) -> tuple[TokenIds, Fresh]:
         """Do what `_fresh` does, under scheduled arithmetic. Without `tail` the last step's block is not stored: where
