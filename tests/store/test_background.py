@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -66,4 +67,8 @@ def test_the_background_rests_until_the_first_token() -> None:
     with activity:
         assert activity.quiet_seconds() > 0.0
         activity.first_token()
+        assert activity.quiet_seconds() < 0.01  # a short answer may end by then
+        deadline = time.monotonic() + SOON
+        while activity.quiet_seconds() and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert activity.quiet_seconds() == 0.0
