@@ -259,6 +259,19 @@ def test_kv_is_told_in_the_dtype_that_the_model_gets(look: Look, saved: Callable
         assert f"of KV per token in {dtype or here}" in found["detail"]
 
 
+def test_the_chat_template_of_a_folder_is_looked_for(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(saved("llama"), folder)
+    assert "no chat template" not in look("--model", folder)[1]["model"]["detail"]
+    (folder / "chat_template.jinja").unlink()
+    found = look("--model", folder)[1]["model"]
+    assert (found["status"], "no chat template" in found["detail"]) == ("ok", True)
+    (folder / "chat_template.json").write_text('{"chat_template": "abc')
+    found = look("--model", folder)[1]["model"]
+    assert (found["status"], "chat_template.json is no JSON" in found["detail"]) == ("fail", True)
+    assert "config.json cannot be read" not in found["detail"]
+
+
 def test_a_loaded_model_says_how_it_is_cached(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:
     code, found = look("--model", saved("llama"), "--load", "--store", tmp_path / "none")
     assert (code, found["model"]["status"]) == (0, "ok")

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 
 _PROMPT = 0.05  # seconds that background work waits for a prompt at most: a cold one may take many
-_NEXT = 0.003  # seconds after a prompt, or after an answer, within which a program asks a next question that is ready
+_NEXT = 0.003  # seconds: by then a short answer has ended, and a program has asked a next question that is ready
 
 
 class Activity:

@@ -81,7 +81,7 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
         config = json.loads(file.read_text(encoding="utf-8"))
         if lacking := missing_weights(file.parent):
             return Finding("model", "fail", f"{file.parent}: {lacking}", "download or save the model again")
-        told = f"{_geometry(config, settings)}{_in_4_bits(config)}{'' if has_template(file.parent) else _BARE}"
+        told = f"{_geometry(config, settings)}{_in_4_bits(config)}"
     except (OSError, ValueError, KeyError) as error:
         return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
     except UnsupportedModel as error:
@@ -90,6 +90,10 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
         told += _alone(config, file.parent)
     except UnsupportedModel as error:
         return Finding("model", "fail", f"{name}: {error}", "docs/models.md says which models run")
+    try:
+        told += "" if has_template(file.parent) else _BARE
+    except (OSError, ValueError) as error:
+        return Finding("model", "fail", f"{name}: {error}", "download or save the model again")
     return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
 
 
