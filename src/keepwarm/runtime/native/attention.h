@@ -115,9 +115,9 @@ inline void absorb(float& maximum, float& total, float* acc, float m, float t, c
 
 // Puts 16 of a row's results into mixed[to], multiplied by their gates if the layer has some.
 template <class Rows>
-inline void put_result(const Model& m, const Scratch<Rows>& b, int layer, int row, int to, int column, Vec value) {
+inline void put_result(const Model& m, const Scratch<Rows>& b, const Rows& mixed, int layer, int row, int to, int column, Vec value) {
     if (m.layer[layer].gate) value *= sigmoid(load(b.made + (int64_t)row * m.heads * m.dim + column));
-    b.mixed.put(to, column, value);
+    mixed.put(to, column, value);
 }
 
 // One task of a step with few rows: lanes [first, last) of each work attend to one part of the positions, for one key head.
@@ -146,7 +146,8 @@ void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int laye
 
 // One task of a step with many rows of one sequence: some lanes attend to all positions, for one key head.
 template <class Lanes, class Rows>
-void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int first, int last) {
+void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int head,
+                  int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
     const Work& work = s.work[0];
     Lanes l(m, s, b.q, s.members + work.row, first, last, layer, head);
@@ -164,13 +165,13 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const O
     for (int i = 0; i < l.n; i++) {
         const Vec factor = splat(1.f / with_sink(m.layer[layer], l.head[i], maximum[i], total[i]));
         for (int d = 0; d < DIM; d += LANES)
-            put_result(m, b, layer, l.row[i], on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * factor);
+            put_result(m, b, mixed, layer, l.row[i], on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * factor);
     }
 }
 
 // Merges the parts of one row, in order of position, into mixed[to].
 template <class Lanes, class Rows>
-void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int row, int to) {
+void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, int layer, int row, int to) {
     for (int head = 0; head < m.heads; head++) {
         const int64_t lane = (int64_t)row * m.heads + head;
         alignas(64) float out[Lanes::DIM] = {};
@@ -180,13 +181,13 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
             absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
         }
         const Vec factor = splat(1.f / with_sink(m.layer[layer], head, maximum, total));
-        for (int d = 0; d < m.dim; d += LANES) put_result(m, b, layer, row, to, head * m.dim + d, load(out + d) * factor);
+        for (int d = 0; d < m.dim; d += LANES) put_result(m, b, mixed, layer, row, to, head * m.dim + d, load(out + d) * factor);
     }
 }
 
 template <class Lanes, class Rows>
-void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int id, int of,
-               int& next, Barrier& barrier) {
+void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int id,
+               int of, int& next, Barrier& barrier) {
     int rows = 0;
     for (int i = 0; i < s.works; i++) rows = std::max(rows, s.work[i].rows);
     const int lanes = rows * (m.heads / m.kv_heads), begin = b.wide ? 0 : b.first_part(m.layer[layer]);
@@ -202,12 +203,12 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onwa
         if (task >= tasks) break;
         const int head = task % m.kv_heads, rest = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
         const int first = rest % slices() * most, last = std::min(first + most, lanes);
-        if (b.wide) attend_lanes<Lanes>(m, s, b, on, layer, head, first, last);
+        if (b.wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
         else attend_part<Lanes>(m, s, b, layer, head, begin + rest / slices(), first, last);
     }
     barrier.wait(of);
     if (b.wide) return;
-    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, layer, on.from(i), i);
+    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, mixed, layer, on.from(i), i);
     barrier.wait(of);
 }
 

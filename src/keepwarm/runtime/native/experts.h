@@ -14,7 +14,7 @@ namespace {
 template <class T, class Rows>
 void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int rows, int id, int of) {
     constexpr int BLOCK = PlainRows<float>::BLOCK;
-    const PlainRows<float> x(m.hidden, r.normed);
+    const PlainRows<float> x(m.hidden, 0, r.normed);
     const int pairs = (e.count + e.gates + 2 * LANES - 1) / (2 * LANES);
     for (int task = id; task < (rows + BLOCK - 1) / BLOCK * pairs; task += of) {
         const int from = task / pairs * BLOCK, c = task % pairs * 2 * LANES;
@@ -177,14 +177,14 @@ void narrow_experts(const Model& m, const Experts& e, const Routes<Rows>& r, flo
 }
 
 // Adds to y the results of a layer's experts and of its own MLP beside them, for the first `rows` rows. With `fresh`, y is
-// set to zero before. The normed input is in b.h and, without rounding, in b.routes.normed. Threads do not wait for each
+// set to zero before. The normed input is in h and, without rounding, in b.routes.normed. Threads do not wait for each
 // other at the end.
 template <class T, class Router, class Rows>
-void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, float* y, bool fresh, int id, int of,
-                 Barrier& barrier) {
+void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, const Rows& h, int rows, float* y, bool fresh, int id,
+                 int of, Barrier& barrier) {
     const Experts& e = w.experts;
     const Routes<Rows>& r = b.routes;
-    const Rows inner(w.mlp.inner, (float*)b.inner.p);
+    const Rows inner = b.inner.of(w.mlp.inner, rows);
     score_rows<Router>(m, e, r, rows, id, of);
     barrier.wait(of);
     for (int row = id; row < rows; row += of) choose_row(m, e, r, row, fresh ? 1.f : m.residual);
@@ -196,7 +196,7 @@ void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, int row
     for (int row = id; row < rows && fresh; row += of) std::memset(y + (int64_t)row * m.hidden, 0, m.hidden * sizeof(float));
     barrier.wait(of);
     widen_experts<T>(m, e, r, id, of);
-    if (w.mlp.inner) widen<T>(m, w.mlp, b.h, inner, rows, id, of);
+    if (w.mlp.inner) widen<T>(m, w.mlp, h, inner, rows, id, of);
     barrier.wait(of);
     if (e.all.down_bias) narrow_experts<T, true>(m, e, r, y, id, of);
     else narrow_experts<T, false>(m, e, r, y, id, of);

@@ -190,8 +190,8 @@ int forward(const Model& m, Step& s) {
         if (!has_room<T>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
-        auto norm = [&](int row, const Norm& by, int to) {
-            normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { b.h.put(to, i, v); });
+        auto norm = [&](int row, const Norm& by, const Rows& h, int to) {
+            normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { h.put(to, i, v); });
         };
 #if defined(ADAPTERS)
         Adapted<T, Rows> adapted(m, s, id, of, barrier);
@@ -231,11 +231,11 @@ int forward(const Model& m, Step& s) {
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
         for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
-            for (int row = id; row < s.rows; row += of) norm(row, w.before, row);
+            for (int row = id; row < s.rows; row += of) norm(row, w.before, b.h, row);
             barrier.wait(of);
             const bool end = layer + 1 == m.layers;
             const Onward on = end && few ? wanted.onward() : Onward{s.rows};
-            const Rows mixed(mixes(m, w), (float*)b.mixed.p);
+            const Rows h = b.h.of(m.hidden, on.rows), mixed = b.mixed.of(mixes(m, w), on.rows), inner = b.inner.of(w.mlp.inner, on.rows);
 #if defined(ADAPTERS)
             adapted.enter(layer);
 #endif
@@ -298,36 +298,36 @@ int forward(const Model& m, Step& s) {
                 barrier.wait(of);
                 if (s.places && layer + 1 == s.last || end && !s.outputs) break;
                 go_on();
-                attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
+                attention<Lanes>(m, on.row ? wanted.step : s, b, mixed, on, layer, id, of, next, barrier);
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             if (w.experts.count) {
                 for (int row = id; row < on.rows; row += of)
                     normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
-                           [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+                           [&](int i, Vec v) { h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
                 barrier.wait(of);
                 const bool apart = w.after_mlp.weight;
-                run_experts<T, typename How::Router>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
+                run_experts<T, typename How::Router>(m, w, b, h, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
                 settle(on.rows, w.after_mlp);
                 continue;
             }
-            for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
+            for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, h, row);
             barrier.wait(of);
-            const Rows inner(w.mlp.inner, (float*)b.inner.p);
 #if defined(ADAPTERS)
-            adapted.widen(w.mlp, b.h, inner, on.rows);
+            adapted.widen(w.mlp, h, inner, on.rows);
 #else
-            widen<T>(m, w.mlp, b.h, inner, on.rows, id, of);
+            widen<T>(m, w.mlp, h, inner, on.rows, id, of);
 #endif
             barrier.wait(of);
             if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
-        for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
+        const Rows h = b.h.of(m.hidden, outputs);
+        for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, h, i);
         barrier.wait(of);
-        if (s.largest && screens(m, b.h, outputs)) largest_logits(m, s, b.h, outputs, b.known, b.found, id, of, barrier);
-        else linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
+        if (s.largest && screens(m, h, outputs)) largest_logits(m, s, h, outputs, b.known, b.found, id, of, barrier);
+        else linear<T>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
         finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }

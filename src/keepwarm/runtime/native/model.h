@@ -167,7 +167,7 @@ namespace {
 // The assignment of rows to experts. A slot is a pair of a row and one of its experts. An expert's slots are consecutive.
 template <class Rows>
 struct Routes {
-    Rows taken, inner;          // [slots, hidden]: normed rows; [slots, expert]: gated values
+    Rows taken, inner;          // [slots, hidden]: normed rows; [slots, expert]: gated values. An expert's rows begin anywhere.
     float *normed, *score;      // [rows, hidden]; [rows, across]
     float *share, *factor;      // factors of experts' results, by row [rows, chosen] and by slot [slots]
     int32_t *expert, *slot;     // [rows, chosen], by falling score: the expert's number, and its slot
@@ -181,8 +181,8 @@ struct Routes {
         own = all + std::min<int64_t>(m.experts, all) * (Rows::TOGETHER - 1);
         slots = m.chosen ? own + rows : 0;
         across = (m.experts + 1 + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
-        taken = Rows(m.hidden, take(Rows::size(own, m.hidden)));
-        inner = Rows(m.expert, take(Rows::size(own, m.expert)));
+        taken = Rows(m.hidden, 0, take(Rows::size(own, m.hidden)));
+        inner = Rows(m.expert, 0, take(Rows::size(own, m.expert)));
         normed = take(m.chosen ? (int64_t)rows * m.hidden : 0);
         score = take(m.chosen ? (int64_t)rows * across : 0);
         share = take(all), factor = take(slots);
@@ -239,9 +239,9 @@ struct Scratch {
         }
         q = take((int64_t)s.rows * read);
         made = take((int64_t)s.rows * more);
-        h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
-        mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, mix)));
-        inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
+        h = Rows(m.hidden, s.rows, take(Rows::size(s.rows, m.hidden)));
+        mixed = Rows(m.heads * m.dim, s.rows, take(Rows::size(s.rows, mix)));
+        inner = Rows(m.inner, s.rows, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
         y = take(m.layer[0].after.weight || m.layer[0].after_mlp.weight ? (int64_t)s.rows * m.hidden : 0);
         maximum = take(wide ? 0 : parts * lanes);

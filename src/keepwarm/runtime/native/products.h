@@ -16,36 +16,75 @@ namespace {
 
 constexpr int CACHED = 512 << 10;  // bytes of rows that are used at once: at most half of a common second-level cache
 
+// [rows, width]. Where a product computes the sums of a whole block of rows, some operands of each row lie side by side:
+// [rows / BLOCK][width / NEAR][BLOCK][NEAR]. It then reads one stream, and not one for each row. Other rows lie one behind
+// the other, and so do all rows where the sums of a block need more registers than there are. Widths are whole vectors.
 template <class X>
-struct PlainRows {  // [rows, width]
+struct PlainRows {
+    using Element = typename Operand<X>::Element;
     static constexpr int BLOCK = SUMS, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
+    static constexpr int NEAR = 4;
     static constexpr int TOGETHER = 1;  // an expert's rows begin at a multiple of this
     static constexpr int UNIT = LANES;  // one thread must put so many columns of a row, from a multiple on
     static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     X* p = nullptr;
     int64_t width = 0;  // in operands
+    int beside = 0;     // the first rows, of whole blocks
     PlainRows() = default;
-    PlainRows(int width, float* p) : p((X*)p), width(width / MANY) {}
+    PlainRows(int width, int rows, float* p) : p((X*)p), width(width / MANY), beside(WHOLE ? rows / BLOCK * BLOCK : 0) {}
+    PlainRows of(int width, int rows) const { return {width, rows, (float*)p}; }  // others in the same memory
     static int64_t size(int64_t rows, int width) { return rows * width / MANY; }
     void clear(int) const {}
     int64_t row_bytes() const { return width * sizeof(X); }
     int columns() const { return width * MANY; }
     int64_t panel() const { return MANY == 1 ? elements() : 1; }  // from one panel to the next
     int64_t elements() const { return (width * MANY + PAIRED - 1) / PAIRED * PAIRED * LANES; }  // weights of a panel
-    void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
-    Vec get(int row, int column) const { return load((const typename Operand<X>::Element*)(p + row * width) + column); }
+    X* at(int row) const { return p + (row < beside ? row / BLOCK * BLOCK * width + row % BLOCK * NEAR : row * width); }
+    void put(int row, int column, Vec v) const {
+        if (row >= beside) return store((Element*)at(row) + column, v);
+        X each[LANES / MANY], *to = at(row) + column / MANY * BLOCK;
+        store((Element*)each, v);
+        for (int i = 0; i < LANES / MANY; i += NEAR) std::memcpy(to + i * BLOCK, each + i, NEAR * sizeof(X));
+    }
+    Vec get(int row, int column) const {
+        if (row >= beside) return load((const Element*)at(row) + column);
+        X each[LANES / MANY], *from = at(row) + column / MANY * BLOCK;
+        for (int i = 0; i < LANES / MANY; i += NEAR) std::memcpy(each + i, from + i * BLOCK, NEAR * sizeof(X));
+        return load((const Element*)each);
+    }
 };
 
+// The operands of MB rows, which lie beside each other if BESIDE.
+template <int MB, bool BESIDE, class X>
+struct Operands {
+    static constexpr int NEAR = PlainRows<X>::NEAR;
+    const X* const p;
+    const int64_t width;
+    Operands(const PlainRows<X>& x, int row) : p(x.at(row)), width(x.width) {}
+    // Returns operand i + at of row m, where i is a multiple of NEAR and `at` is less.
+    INLINE Vec operator()(int64_t i, int at, int m) const {
+        return Operand<X>::splat(BESIDE ? p + i * PlainRows<X>::BLOCK + m * NEAR + at : p + m * width + i + at);
+    }
+};
+
+// Calls `take(operands)` for MB rows.
+template <int MB, class X, class Take>
+inline void with_operands(const PlainRows<X>& x, int row, Take take) {
+    if constexpr (WHOLE && MB == PlainRows<X>::BLOCK)
+        if (row < x.beside) return take(Operands<MB, true, X>(x, row));
+    take(Operands<MB, false, X>(x, row));
+}
+
 // Sets `to` to the sums of MB rows with one panel of 16 columns.
-template <int MB, class X, class W>
-inline void panel_sums(const PlainRows<X>& x, int row, const W* panel, const W* next, int each, Vec* to) {
+template <int MB, class X, class Of, class W>
+inline void panel_sums(const Of& operand, int64_t width, const W* panel, const W* next, int each, Vec* to) {
+    const char* const ahead = (const char*)(next ? next : panel);
     Vec sums[MB] = {};
-    const X* p = x.p + row * x.width;
-    for (int64_t i = 0; i < x.width; i++) {
-        if (next) __builtin_prefetch((const char*)next + i * each, 0, 2);
+    for (int64_t i = 0; i < width; i++) {
+        __builtin_prefetch(ahead + i * each, 0, 2);
         const Vec w = load(panel + i * LANES);
-        for (int m = 0; m < MB; m++) sums[m] = Operand<X>::add(Operand<X>::splat(p + m * x.width + i), w, sums[m]);
+        for (int m = 0; m < MB; m++) sums[m] = Operand<X>::add(operand(i, 0, m), w, sums[m]);
     }
     for (int m = 0; m < MB; m++) to[m] = sums[m];
 }
@@ -53,25 +92,30 @@ inline void panel_sums(const PlainRows<X>& x, int row, const W* panel, const W* 
 // Gives the sums of MB rows with two panels of 16 columns to `take(row, left 16, right 16)`.
 template <int MB, class X, class W, class Take>
 inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, Take take) {
-    if constexpr (!WHOLE && MB > 3) {  // there are no registers for the sums of both
-        Vec left[MB], right[MB];
-        panel_sums<MB>(x, row, w.left, w.next_left, w.each, left), panel_sums<MB>(x, row, w.right, w.next_right, w.each, right);
-        for (int m = 0; m < MB; m++) take(row++, left[m], right[m]);
-        return;
-    }
-    Vec sums[MB][2] = {};
-    const X* p = x.p + row * x.width;
-    for (int64_t i = 0; i < x.width; i++) {
-        if (w.next_left) __builtin_prefetch((const char*)w.next_left + i * w.each, 0, 2);
-        if (w.next_right) __builtin_prefetch((const char*)w.next_right + i * w.each, 0, 2);
-        const Vec l = load(w.left + i * LANES), r = load(w.right + i * LANES);
-        for (int m = 0; m < MB; m++) {
-            const Vec a = Operand<X>::splat(p + m * x.width + i);
-            sums[m][0] = Operand<X>::add(a, l, sums[m][0]);
-            sums[m][1] = Operand<X>::add(a, r, sums[m][1]);
+    with_operands<MB>(x, row, [&](auto operand) {
+        if constexpr (!WHOLE && MB > 3) {  // there are no registers for the sums of both
+            Vec left[MB], right[MB];
+            panel_sums<MB, X>(operand, x.width, w.left, w.next_left, w.each, left);
+            panel_sums<MB, X>(operand, x.width, w.right, w.next_right, w.each, right);
+            for (int m = 0; m < MB; m++) take(row++, left[m], right[m]);
+            return;
         }
-    }
-    for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+        const char* const next_left = (const char*)(w.next_left ? w.next_left : w.left);
+        const char* const next_right = (const char*)(w.next_right ? w.next_right : w.right);
+        Vec sums[MB][2] = {};
+        for (int64_t i = 0; i < x.width; i += operand.NEAR)
+#pragma GCC unroll 4
+            for (int at = 0; at < operand.NEAR; at++) {
+                __builtin_prefetch(next_left + (i + at) * w.each, 0, 2), __builtin_prefetch(next_right + (i + at) * w.each, 0, 2);
+                const Vec l = load(w.left + (i + at) * LANES), r = load(w.right + (i + at) * LANES);
+                for (int m = 0; m < MB; m++) {
+                    const Vec a = operand(i, at, m);
+                    sums[m][0] = Operand<X>::add(a, l, sums[m][0]);
+                    sums[m][1] = Operand<X>::add(a, r, sums[m][1]);
+                }
+            }
+        for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+    });
 }
 
 // Calls `rows(Count<n>{})`, which moves `row` on by n, up to `to`.
@@ -115,7 +159,7 @@ void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take t
 template <class T, class Rows>
 inline bool has_room(const Scratch<Rows>& b, int rows) {
     if constexpr (std::is_same_v<T, bf16> && Rows::KEPT) {  // two panels of the widest product, by its form
-        const int64_t most = std::max({b.h.elements(), Rows(b.mix, nullptr).elements(), b.inner.elements(), b.routes.inner.elements()});
+        const int64_t most = std::max({b.h.elements(), Rows(b.mix, 0, nullptr).elements(), b.inner.elements(), b.routes.inner.elements()});
         return rows <= Rows::KEPT || thread_room(std::is_same_v<Rows, PlainRows<float>> ? 2 * most : most);
     }
     return true;
@@ -130,42 +174,39 @@ void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w,
 }
 
 #if defined(HAS_PAIRS)
-constexpr int AT_ONCE = 2 * PAIRED;  // pairs of columns that are unpacked at once
-
 // Gives the sums of MB rows, as `plain_product` does, and unpacks the panels meanwhile.
 template <int MB, class Take>
 inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& left, PanelReader& right, const Panels<Pair>& w,
                              Take take) {
-    Vec sums[MB][2] = {};
-    const Pair* p = x.p + row * x.width;
-    // These are asked for once more, to be in the first cache. Panels in 16 bits do not need it.
-    const uint8_t *left_soon = left.from + 2 * AT_ONCE * left.bytes, *right_soon = right.from + 2 * AT_ONCE * right.bytes;
-    const char *next_left = (const char*)w.next_left, *next_right = (const char*)w.next_right;
-    for (int64_t i = 0; i < x.width; i += AT_ONCE) {
-        const int count = (int)std::min<int64_t>(x.width - i, AT_ONCE), groups = (count * 2 + PAIRED - 1) / PAIRED;
-        const Pair *l = (const Pair*)left.take(groups), *r = (const Pair*)right.take(groups);
-        for (int at = 0; at < count; at++) {
-            __builtin_prefetch(left_soon + (i + at) * left.bytes, 0, 3), __builtin_prefetch(right_soon + (i + at) * right.bytes, 0, 3);
-            if (next_left) __builtin_prefetch(next_left + (i + at) * w.each, 0, 2);
-            if (next_right) __builtin_prefetch(next_right + (i + at) * w.each, 0, 2);
-            const Vec one = load(l + at * LANES), two = load(r + at * LANES);
-            for (int m = 0; m < MB; m++) {
-                const Vec a = Operand<Pair>::splat(p + m * x.width + i + at);
-                sums[m][0] = Operand<Pair>::add(a, one, sums[m][0]);
-                sums[m][1] = Operand<Pair>::add(a, two, sums[m][1]);
+    static_assert(PlainRows<Pair>::NEAR * 2 == PAIRED, "a group is unpacked for operands that are near each other");
+    const char* const next_left = (const char*)(w.next_left ? w.next_left : w.left);
+    const char* const next_right = (const char*)(w.next_right ? w.next_right : w.right);
+    with_operands<MB>(x, row, [&](auto operand) {
+        Vec sums[MB][2] = {};
+        for (int64_t i = 0; i < x.width; i += operand.NEAR) {
+            const Pair *l = (const Pair*)left.take(1), *r = (const Pair*)right.take(1);
+#pragma GCC unroll 4
+            for (int at = 0; at < operand.NEAR; at++) {
+                __builtin_prefetch(next_left + (i + at) * w.each, 0, 2), __builtin_prefetch(next_right + (i + at) * w.each, 0, 2);
+                const Vec one = load(l + at * LANES), two = load(r + at * LANES);
+                for (int m = 0; m < MB; m++) {
+                    const Vec a = operand(i, at, m);
+                    sums[m][0] = Operand<Pair>::add(a, one, sums[m][0]);
+                    sums[m][1] = Operand<Pair>::add(a, two, sums[m][1]);
+                }
             }
         }
-    }
-    for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+        for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
+    });
 }
 
 // The first block of rows unpacks the panels, unless it has no registers for the sums of both. Others find them in this
 // thread's room.
 template <class Take>
 void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
-    alignas(64) bf16 passing[2 * AT_ONCE * 2 * LANES];
+    alignas(64) bf16 passing[2 * GROUP];
     const bool keeps = to - from > x.KEPT && (!WHOLE || blocks_of_rows<PlainRows<Pair>::BLOCK>(to - from) > 1);
-    const int64_t places = keeps ? x.elements() : AT_ONCE * 2 * LANES;
+    const int64_t places = keeps ? x.elements() : GROUP;
     bf16 *const room = keeps ? (bf16*)thread_room(places) : passing, *const second = room + places;
     PanelReader left(*w.left, room, places), right(*w.right, second, places);
     Panels<Pair> whole{(const Pair*)(w.left->others ? room : (const bf16*)w.left->at),

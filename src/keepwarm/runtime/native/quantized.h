@@ -60,7 +60,8 @@ struct QuantRows {
     Rounded* p = nullptr;
     int64_t blocks = 0;
     QuantRows() = default;
-    QuantRows(int width, float* p) : p((Rounded*)p), blocks(blocks_of(width)) {}
+    QuantRows(int width, int, float* p) : p((Rounded*)p), blocks(blocks_of(width)) {}
+    QuantRows of(int width, int rows) const { return {width, rows, (float*)p}; }
     static int64_t size(int64_t rows, int width) { return (rows + BLOCK - 1) / BLOCK * BLOCK * blocks_of(width) * (sizeof(Rounded) / 4); }
     void clear(int) const {}
     int64_t row_bytes() const { return blocks * sizeof(Rounded); }

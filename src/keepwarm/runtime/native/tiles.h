@@ -54,7 +54,8 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
     bf16* p = nullptr;
     int width = 0, across = 0;
     TileRows() = default;
-    TileRows(int width, float* p) : p((bf16*)p), width(width), across((width + DEEP - 1) / DEEP) {}
+    TileRows(int width, int, float* p) : p((bf16*)p), width(width), across((width + DEEP - 1) / DEEP) {}
+    TileRows of(int width, int rows) const { return {width, rows, (float*)p}; }
     static int64_t size(int64_t rows, int width) { return (rows + 15) / 16 * ((width + DEEP - 1) / DEEP) * TILE / 2; }
     void clear(int rows) const {  // padding is multiplied with zeros, so it must not be NaN
         if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));

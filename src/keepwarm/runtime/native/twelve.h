@@ -240,7 +240,7 @@ public:
     void ask_for_rest(const WeightPanel* next) { next_rest = next ? next->rest : nullptr; }
 
     // Returns the weights of the next `groups` groups. They must not reach over the end of the room.
-    const bf16* take(int groups) {
+    INLINE const bf16* take(int groups) {
         bf16* const to = room + place;
         if (!other) {
             const bf16* const there = (const bf16*)from;
@@ -258,7 +258,7 @@ public:
     }
 
 private:
-    void take_parts(int groups, bf16* to) {
+    INLINE void take_parts(int groups, bf16* to) {
         for (int i = 0; i < groups; i++, from += GROUP_BYTES - REST_BYTES) {
             unpack_parts(from, rest, upper, to + i * GROUP);
             if (!rest) continue;
