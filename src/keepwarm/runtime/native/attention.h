@@ -120,26 +120,39 @@ inline void put_result(const Model& m, const Scratch<Rows>& b, const Rows& mixed
     mixed.put(to, column, value);
 }
 
-// One task of a step with few rows: lanes [first, last) of each work attend to one part of the positions, for one key head.
+// One task of a step with few rows: lanes [first, last) attend to one part of the positions, for one key head. If there are
+// several works, these are the lanes of whole rows of the step: a row is at another place in each work, and one task must add
+// up all its units of a part, in order.
 template <class Lanes, class Rows>
 void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part, int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
+    const int group = m.heads / m.kv_heads;
+    const bool one = s.works == 1;
+    for (int lane = first; lane < last; lane++) {
+        const int row = one ? s.members[s.work[0].row + lane / group] : lane / group;
+        const int64_t cell = part * b.lanes + (int64_t)row * m.heads + head * group + lane % group;
+        b.maximum[cell] = NEVER, b.total[cell] = 0;
+        std::memset(b.part + cell * DIM, 0, DIM * sizeof(float));
+    }
     for (int i = 0; i < s.works; i++) {
         const Work& work = s.work[i];
         int from = work.first_unit > part * UNITS ? work.first_unit : part * UNITS;
         int to = work.last_unit < (part + 1) * UNITS ? work.last_unit : (part + 1) * UNITS;
         if (from >= to) continue;
-        const int lanes = std::min(last, work.rows * (m.heads / m.kv_heads));
-        if (first >= lanes) continue;
-        Lanes l(m, s, b.q, s.members + work.row, first, lanes, layer, head);
-        for (int i = 0; i < l.n; i++) {
-            int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
-            l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
-        }
-        walk(m, s, l, work, layer, head, std::max(from, l.first_unit()), to);
-        for (int i = 0; i < l.n; i++) {
-            int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
-            b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
+        const int32_t* const rows = s.members + work.row;  // in rising order
+        const auto lane_of = [&](int row) { return (int)(std::lower_bound(rows, rows + work.rows, row) - rows) * group; };
+        const int end = one ? last : lane_of(last / group);
+        for (int lane = one ? first : lane_of(first / group); lane < end; lane += Lanes::MOST) {
+            Lanes l(m, s, b.q, rows, lane, end, layer, head);
+            for (int i = 0; i < l.n; i++) {
+                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+                l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
+            }
+            walk(m, s, l, work, layer, head, std::max(from, l.first_unit()), to);
+            for (int i = 0; i < l.n; i++) {
+                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+                b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
+            }
         }
     }
 }
@@ -188,12 +201,12 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
 template <class Lanes, class Rows>
 void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int id,
                int of, int& next, Barrier& barrier) {
-    int rows = 0;
-    for (int i = 0; i < s.works; i++) rows = std::max(rows, s.work[i].rows);
-    const int lanes = rows * (m.heads / m.kv_heads), begin = b.wide ? 0 : b.first_part(m.layer[layer]);
-    const int parts = b.wide ? 1 : b.parts - begin, least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
+    const int group = m.heads / m.kv_heads, lanes = (s.works == 1 ? s.work[0].rows : s.rows) * group;
+    const int begin = b.wide ? 0 : b.first_part(m.layer[layer]), parts = b.wide ? 1 : b.parts - begin;
+    const int least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
     int most = Lanes::MOST;
-    const auto slices = [&] { return (lanes + most - 1) / most; };
+    const auto each = [&] { return s.works == 1 ? most : std::max(most / group, 1) * group; };
+    const auto slices = [&] { return (lanes + each() - 1) / each(); };
     while (most > least && m.kv_heads * parts * slices() < wanted) most -= LANES;  // so that every thread gets tasks
     const int tasks = m.kv_heads * parts * slices();
     for (;;) {
@@ -202,7 +215,7 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
         task = next++;
         if (task >= tasks) break;
         const int head = task % m.kv_heads, rest = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
-        const int first = rest % slices() * most, last = std::min(first + most, lanes);
+        const int first = rest % slices() * each(), last = std::min(first + each(), lanes);
         if (b.wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
         else attend_part<Lanes>(m, s, b, layer, head, begin + rest / slices(), first, last);
     }

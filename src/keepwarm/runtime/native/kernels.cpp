@@ -275,12 +275,6 @@ int forward(const Model& m, Step& s) {
                 linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
                 if (w.gate) linear<T>(b.h, s.rows, w.gate, m.heads * m.dim, b.made, id, of, w.gate_bias);
 #endif
-                if (!b.wide) {
-                    const int first = b.first_part(w);
-                    for (int64_t i = first * b.lanes + id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
-                    for (int p = first + id; p < b.parts; p += of)
-                        std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
-                }
                 // This comes late, so that attention finds the layer's keys and values in the processor's cache.
                 if (s.take) s.take(s.job, w.kv);
                 barrier.wait(of);
