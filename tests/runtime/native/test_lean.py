@@ -195,8 +195,8 @@ def test_batched_rows_equal_solo_rows(lean: Lean, data: st.DataObject, shared: i
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_threads_that_share_a_part_add_up_a_row_in_order(dtype: torch.dtype) -> None:
-    """Each row reads a shared beginning and its own end, which lie in one part. One head of keys makes few tasks, so two
-    threads divide the rows. What goes wrong between threads, goes wrong seldom."""
+    """Each row reads a shared beginning and its own end, which lie in one part. With one head of keys there are few
+    tasks, so two threads divide the rows. What goes wrong between threads goes wrong seldom."""
     lean = Lean("llama", dtype, num_key_value_heads=1)
     head, tails = prompt(300, 1), [prompt(40 + 5 * i, 10 + i) for i in range(8)]
     arenas = [lean.arena() for _ in tails]
