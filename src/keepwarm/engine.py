@@ -47,10 +47,10 @@ class Engine:
     ) -> Engine:
         """Load a model and open its store.
 
-        `model` is a folder, a GGUF file, a hub id (`HF_TOKEN` is honoured), `"demo"` or a loaded `(model, tokenizer)`
-        pair; `adapters` are folders of LoRA adapters by name, which `Engine.adapters` loads; `settings` are the fields
-        of `EngineConfig`; `progress` is called with what takes long. Raises ConfigError, ModelError and StoreError with
-        the cure in the message.
+        `model` is a folder, a GGUF file, a hub id (`owner/name`, or `owner/name:Q4_K_M` for GGUF files; `HF_TOKEN` is
+        honoured), `"demo"` or a loaded `(model, tokenizer)` pair; `adapters` are folders of LoRA adapters by name,
+        which `Engine.adapters` loads; `settings` are the fields of `EngineConfig`; `progress` is called with what takes
+        long. Raises ConfigError, ModelError and StoreError with the cure in the message.
         """
         config = EngineConfig.build(**settings)
         check(config)

@@ -30,7 +30,10 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"
+        "--model",
+        "-m",
+        help="A folder, a GGUF file, a hub id (owner/name, or owner/name:Q4_K_M for GGUF files), or 'demo' "
+        "(SmolLM2-135M-Instruct). [default: demo]",
     ),
 ]
 Dtype = Annotated[

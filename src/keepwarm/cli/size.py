@@ -18,6 +18,7 @@ from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.core.snapshots import affordable
 from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
+from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import cached_config, gguf_file
 from keepwarm.models.presets import preset
 
@@ -146,7 +147,7 @@ def _speed(bytes_per_second: float) -> str:
 def _config(model: str) -> Mapping[str, Any]:
     """The configuration behind a path or a name. Raises ModelNotFound."""
     path = Path(model).expanduser()
-    if (found := gguf_file(model)) is not None:
+    if (found := gguf_file(model) or downloaded_gguf(model)) is not None:
         from keepwarm.runtime.gguf.file import File  # imports torch
 
         return File.open(found).config().to_dict() | {"dtype": "bfloat16"}

@@ -36,10 +36,15 @@ def gguf_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
 
 
+def unsplit(name: str) -> str:
+    """Return a GGUF file's name without the number of its part."""
+    return _SPLIT.sub(".gguf", name)
+
+
 def model_id(model: str) -> str:
     """Return the name by which requests call a model: a hub id, or what its folder or file is called. A file that is
     split has the name of the whole."""
-    return model if "/" in model and not Path(model).exists() else _SPLIT.sub(".gguf", Path(model).name)
+    return model if "/" in model and not Path(model).exists() else unsplit(Path(model).name)
 
 
 def model_folder(name: str | Path) -> Path | None:
@@ -73,7 +78,7 @@ def downloaded_before(name: str) -> Path | None:
     The hub is asked once. Its own library would ask six times for each file, half a minute in all. Raises ModelNotFound
     when the hub does not answer and the model is not here.
     """
-    silent = _why_silent()
+    silent = why_silent()
     if not silent:
         return None
     from huggingface_hub import snapshot_download
@@ -88,7 +93,8 @@ def downloaded_before(name: str) -> Path | None:
         ) from None
 
 
-def _why_silent() -> str:
+def why_silent() -> str:
+    """Return why the hub cannot be asked now; "" if it can."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

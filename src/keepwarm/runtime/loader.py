@@ -20,6 +20,7 @@ from keepwarm.core.lora import Lora
 from keepwarm.core.memory import give_back
 from keepwarm.core.uncached import Why
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.models.hub_gguf import fetched_gguf, gguf_beside
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime import attention
@@ -212,7 +213,7 @@ def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, confi
 def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
-    if (file := gguf_file(source)) is not None:
+    if (file := gguf_file(source) or fetched_gguf(source)) is not None:
         device = torch.device("cpu") if config.device is None else device_of(config.device)
         return *load_gguf(file, device, dtype_of(config.dtype, device)), file
     name = demo_model(progress) if str(source) == DEMO else source
@@ -241,15 +242,16 @@ def _from_pretrained(
         tokenizer = tokenizer_on(_tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote)
     except OSError as error:
         raise ModelNotFound(
-            f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
-            "a hub id (set HF_TOKEN for a private one), or 'demo'"
+            f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and "
+            "weights, a hub id (set HF_TOKEN for a private one), or 'demo'"
         ) from error
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not unmapped:
             raise
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
-        raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}") from error
+        beside = "" if is_folder else gguf_beside(where)
+        raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}{beside}") from error
     return model, tokenizer, folder if is_folder else _snapshot(model)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from keepwarm.core.snapshots import snapshot_id
 from keepwarm.errors import ConfigError
+from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import gguf_file
 from keepwarm.models.weight_files import weight_files
 from keepwarm.serving.catalogue import Catalogue
@@ -94,7 +95,7 @@ def return_freed_memory() -> None:
 
 def bytes_on_disk(source: str) -> int:
     """How many bytes a model's weights take as files; 0 if that is not known before it is loaded."""
-    if (file := gguf_file(source)) is not None:
+    if (file := gguf_file(source) or downloaded_gguf(source)) is not None:
         return sum(part.stat().st_size for part in weight_files(file))
     folder = Path(source).expanduser()
     if not folder.is_dir():

@@ -18,6 +18,7 @@ from keepwarm.core.geometry import geometry_of
 from keepwarm.core.states import stateful_layers
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, ModelNotFound, UnsupportedModel
 from keepwarm.models.chat_files import has_template
+from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
@@ -29,7 +30,7 @@ _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
 def named(name: str, settings: EngineConfig) -> Finding:
     """Look for a model without loading it. Uses no network."""
     try:
-        if (file := gguf_file(name)) is not None:
+        if (file := gguf_file(name) or downloaded_gguf(name)) is not None:
             return _gguf(name, file, settings)
         folder = None if name == "demo" else model_folder(name)
     except ModelNotFound as error:

@@ -121,15 +121,16 @@ inline void put_result(const Model& m, const Scratch<Rows>& b, const Rows& mixed
 }
 
 // One task of a step with few rows: lanes [first, last) attend to one part of the positions, for one key head. If there are
-// several works, these are the lanes of whole rows of the step: a row is at another place in each work, and one task must add
+// several works, these are the lanes of whole rows that go on: a row is at another place in each work, and one task must add
 // up all its units of a part, in order.
 template <class Lanes, class Rows>
-void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part, int first, int last) {
+void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int part, int first,
+                 int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
     const int group = m.heads / m.kv_heads;
     const bool one = s.works == 1;
     for (int lane = first; lane < last; lane++) {
-        const int row = one ? s.members[s.work[0].row + lane / group] : lane / group;
+        const int row = one ? s.members[s.work[0].row + lane / group] : on.from(lane / group);
         const int64_t cell = part * b.lanes + (int64_t)row * m.heads + head * group + lane % group;
         b.maximum[cell] = NEVER, b.total[cell] = 0;
         std::memset(b.part + cell * DIM, 0, DIM * sizeof(float));
@@ -140,9 +141,11 @@ void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int laye
         int to = work.last_unit < (part + 1) * UNITS ? work.last_unit : (part + 1) * UNITS;
         if (from >= to) continue;
         const int32_t* const rows = s.members + work.row;  // in rising order
-        const auto lane_of = [&](int row) { return (int)(std::lower_bound(rows, rows + work.rows, row) - rows) * group; };
-        const int end = one ? last : lane_of(last / group);
-        for (int lane = one ? first : lane_of(first / group); lane < end; lane += Lanes::MOST) {
+        const auto place = [&](int lane) {  // where the lanes of this row and of later ones begin
+            if (one || lane / group == on.rows) return one ? lane : work.rows * group;
+            return (int)(std::lower_bound(rows, rows + work.rows, on.from(lane / group)) - rows) * group;
+        };
+        for (int lane = place(first), end = place(last); lane < end; lane += Lanes::MOST) {
             Lanes l(m, s, b.q, rows, lane, end, layer, head);
             for (int i = 0; i < l.n; i++) {
                 int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
@@ -201,7 +204,7 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
 template <class Lanes, class Rows>
 void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int id,
                int of, int& next, Barrier& barrier) {
-    const int group = m.heads / m.kv_heads, lanes = (s.works == 1 ? s.work[0].rows : s.rows) * group;
+    const int group = m.heads / m.kv_heads, lanes = (s.works == 1 ? s.work[0].rows : on.rows) * group;
     const int begin = b.wide ? 0 : b.first_part(m.layer[layer]), parts = b.wide ? 1 : b.parts - begin;
     const int least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
     int most = Lanes::MOST;
@@ -217,11 +220,11 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
         const int head = task % m.kv_heads, rest = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
         const int first = rest % slices() * each(), last = std::min(first + each(), lanes);
         if (b.wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
-        else attend_part<Lanes>(m, s, b, layer, head, begin + rest / slices(), first, last);
+        else attend_part<Lanes>(m, s, b, on, layer, head, begin + rest / slices(), first, last);
     }
     barrier.wait(of);
     if (b.wide) return;
-    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, mixed, layer, on.from(i), i);
+    rows_of(on.rows, id, of, [&](int i) { merge_row<Lanes>(m, s, b, mixed, layer, on.from(i), i); });
     barrier.wait(of);
 }
 

@@ -125,7 +125,7 @@ void gate_results(const Model& m, const Layer& w, const float* read, float* made
     const Delta& d = w.delta;
     const int channels = w.convolution.channels, values = 2 * d.key_heads * d.key_dim, all = d.heads * d.dim;
     const int width = d.skip ? all / d.key_heads : d.dim;
-    for (int i = id; i < on.rows; i += of) {
+    rows_of(on.rows, id, of, [&](int i) {
         float* const from = made + (int64_t)on.from(i) * made_of(w) + values;
         const float* const gate = read + (int64_t)on.from(i) * reads(m, w) + channels;
         for (int n = 0; n < all && d.skip; n += LANES) store(from + n, load(from + n) * silu(load(gate + n)));
@@ -133,7 +133,7 @@ void gate_results(const Model& m, const Layer& w, const float* read, float* made
             normed<false>(from + at, Norm{d.skip ? d.norm + at : d.norm, nullptr}, width, m.epsilon, [&](int n, Vec value) {
                 results.put(i, at + n, d.skip ? value : value * silu(load(gate + at + n)));
             });
-    }
+    });
 }
 
 }  // namespace

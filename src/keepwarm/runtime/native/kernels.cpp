@@ -231,7 +231,7 @@ int forward(const Model& m, Step& s) {
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
         for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
-            for (int row = id; row < s.rows; row += of) norm(row, w.before, b.h, row);
+            rows_of(s.rows, id, of, [&](int row) { norm(row, w.before, b.h, row); });
             barrier.wait(of);
             const bool end = layer + 1 == m.layers;
             const Onward on = end && few ? wanted.onward() : Onward{s.rows};
@@ -296,16 +296,17 @@ int forward(const Model& m, Step& s) {
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
             if (w.experts.count) {
-                for (int row = id; row < on.rows; row += of)
+                rows_of(on.rows, id, of, [&](int row) {
                     normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
                            [&](int i, Vec v) { h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+                });
                 barrier.wait(of);
                 const bool apart = w.after_mlp.weight;
                 run_experts<T, typename How::Router>(m, w, b, h, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
                 settle(on.rows, w.after_mlp);
                 continue;
             }
-            for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, h, row);
+            rows_of(on.rows, id, of, [&](int row) { norm(row, w.before_mlp, h, row); });
             barrier.wait(of);
 #if defined(ADAPTERS)
             adapted.widen(w.mlp, h, inner, on.rows);
@@ -318,7 +319,7 @@ int forward(const Model& m, Step& s) {
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         const Rows h = b.h.of(m.hidden, outputs);
-        for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, h, i);
+        rows_of(outputs, id, of, [&](int i) { norm(few ? i : s.wanted[i], m.norm, h, i); });
         barrier.wait(of);
         if (s.largest && screens(m, h, outputs)) largest_logits(m, s, h, outputs, b.known, b.found, id, of, barrier);
         else linear<T>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);

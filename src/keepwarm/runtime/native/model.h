@@ -304,6 +304,17 @@ struct Share {
     }
 };
 
+// How many rows one behind the other are computed by one thread: of many, four may lie in one line of the cache (products.h).
+inline int together(int rows) { return rows < 12 ? 1 : 4; }
+
+// Calls `each(row)` for the rows that thread `id` of `of` threads computes.
+template <class Each>
+inline void rows_of(int rows, int id, int of, Each each) {
+    const int near = together(rows);
+    for (int first = id * near; first < rows; first += of * near)
+        for (int row = first; row < std::min(rows, first + near); row++) each(row);
+}
+
 // Two panels of 16 columns of packed weights, and the two of the next product. The latter are prefetched meanwhile.
 template <class W>
 struct Panels {

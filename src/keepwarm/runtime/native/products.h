@@ -179,8 +179,8 @@ template <int MB, class Take>
 inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& left, PanelReader& right, const Panels<Pair>& w,
                              Take take) {
     static_assert(PlainRows<Pair>::NEAR * 2 == PAIRED, "a group is unpacked for operands that are near each other");
-    const char* const next_left = (const char*)(w.next_left ? w.next_left : w.left);
-    const char* const next_right = (const char*)(w.next_right ? w.next_right : w.right);
+    const char* const next_left = w.next_left ? (const char*)w.next_left : (const char*)left.from;
+    const char* const next_right = w.next_right ? (const char*)w.next_right : (const char*)right.from;
     with_operands<MB>(x, row, [&](auto operand) {
         Vec sums[MB][2] = {};
         for (int64_t i = 0; i < x.width; i += operand.NEAR) {

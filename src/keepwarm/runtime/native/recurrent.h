@@ -48,7 +48,7 @@ template <class Each>
 inline void rows_of_runs(const Step& s, int id, int of, Each each) {
     for (int i = 0; i < s.runs; i++)
         for (int row = s.run[i].row; row < s.run[i].row + s.run[i].rows; row++)
-            if (row % of == id) each(s.run[i], row);
+            if (row / together(s.rows) % of == id) each(s.run[i], row);
 }
 
 // Computes rows of a short convolution, as operands of the layer's last product.
