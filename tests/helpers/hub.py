@@ -8,17 +8,25 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-COMMIT = "0123456789012345678901234567890123456789"
+
+@dataclass
+class Hub:
+    """What the hub is asked, and how it answers."""
+
+    environment: Mapping[str, str]  # of a process that asks this hub
+    sent: list[str]  # files
+    commit: str = "0" * 40
+    broken: bool = False  # it lists files, and breaks off when it sends one
+    refuses: bool = False  # it tells nobody anything of its repository
 
 
 @contextmanager
-def hub(repository: str, folder: Path, home: Path) -> Iterator[tuple[Mapping[str, str], list[str]]]:
-    """Serve a folder's files as a repository. Yields the environment in which a process asks this hub and keeps what it
-    downloads under `home`, and the list of files that were sent."""
-    sent: list[str] = []
+def hub(repository: str, folder: Path, home: Path) -> Iterator[Hub]:
+    """Serve a folder's files as a repository. A process with its environment keeps what it downloads under `home`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -32,23 +40,28 @@ def hub(repository: str, folder: Path, home: Path) -> Iterator[tuple[Mapping[str
 
         def _answer(self, *, body: bool) -> None:
             path = self.path.partition("?")[0]
-            found = folder / path.removeprefix(f"/{repository}/resolve/main/")
+            found = folder / "/".join(path.removeprefix(f"/{repository}/resolve/").split("/")[1:])
+            mine = path.startswith((f"/{repository}/", f"/api/models/{repository}"))
             if path == "/":
                 self._send(b"", {}, body=body)
-            elif path == f"/api/models/{repository}/tree/main":
+            elif mine and it.refuses:
+                self._send(
+                    b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask its owner"}, status=403, body=body
+                )
+            elif path == f"/api/models/{repository}":
                 files = [
-                    {"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
-                    for each in sorted(folder.iterdir())
+                    {"rfilename": each.relative_to(folder).as_posix()} for each in folder.rglob("*") if each.is_file()
                 ]
-                self._send(json.dumps(files).encode(), {"Content-Type": "application/json"}, body=body)
-            elif path.startswith(f"/{repository}/resolve/main/") and found.is_file():
-                sent.extend([found.name] if body else [])
+                told = {"id": repository, "sha": it.commit, "siblings": files}
+                self._send(json.dumps(told).encode(), {"Content-Type": "application/json"}, body=body)
+            elif path.startswith(f"/{repository}/resolve/") and found.is_file():
+                it.sent.extend([found.name] if body else [])
                 data = found.read_bytes()
-                known = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+                known = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": it.commit}
                 self._send(data, known, body=body)
             else:
-                known = path.startswith((f"/{repository}/", f"/api/models/{repository}/"))
-                self._send(b"{}", {"X-Error-Code": "EntryNotFound" if known else "RepoNotFound"}, status=404, body=body)
+                code = "EntryNotFound" if mine else "RepoNotFound"
+                self._send(b"{}", {"X-Error-Code": code}, status=404, body=body)
 
         def _send(self, data: bytes, headers: Mapping[str, str], *, body: bool, status: int = 200) -> None:
             self.send_response(status)
@@ -56,13 +69,15 @@ def hub(repository: str, folder: Path, home: Path) -> Iterator[tuple[Mapping[str
                 self.send_header(name, value)
             self.end_headers()
             if body:
-                self.wfile.write(data)
+                self.wfile.write(data[: len(data) // 2] if it.broken and "ETag" in headers else data)
+            self.close_connection = it.broken
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     there = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home)}
+    it = Hub({**os.environ, **there}, [])
     try:
-        yield {**os.environ, **there}, sent
+        yield it
     finally:
         server.shutdown()
         server.server_close()

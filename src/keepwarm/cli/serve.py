@@ -32,8 +32,9 @@ class ServeOptions(EngineOptions):
         typer.Option(
             "--model",
             "-m",
-            help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). For several models NAME=PATH, "
-            "repeated; the first one is loaded at start. [default: demo]",
+            help="A folder, a GGUF file, a hub id (owner/name, or owner/name:Q4_K_M for GGUF files), or 'demo' "
+            "(SmolLM2-135M-Instruct). For several models NAME=PATH, repeated; the first one is loaded at start. "
+            "[default: demo]",
         ),
     ] = None  # type: ignore[assignment]
 

@@ -18,7 +18,7 @@ from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.core.snapshots import affordable
 from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
-from keepwarm.models.hub_gguf import downloaded_gguf
+from keepwarm.models.hub_gguf import downloaded_gguf, names_hub_gguf
 from keepwarm.models.places import cached_config, gguf_file
 from keepwarm.models.presets import preset
 
@@ -151,6 +151,8 @@ def _config(model: str) -> Mapping[str, Any]:
         from keepwarm.runtime.gguf.file import File  # imports torch
 
         return File.open(found).config().to_dict() | {"dtype": "bfloat16"}
+    if names_hub_gguf(model):
+        raise ModelNotFound(f"{model} was not downloaded yet: `keepwarm run` or `serve` does that; or pass its file")
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         try:

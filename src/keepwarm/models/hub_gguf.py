@@ -3,99 +3,140 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from keepwarm.errors import ModelNotFound
-from keepwarm.models.places import unsplit, why_silent
+from keepwarm.errors import DownloadError, ModelNotFound
+from keepwarm.models.places import gguf_parts, unsplit, why_silent
 
-_NAMED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
-_KIND = re.compile(
-    r"(?:^|[^A-Za-z0-9])((?:I?Q[1-8]|TQ[12]|MXFP4|BF16|F16|F32)(?:_[A-Z0-9]+)*)(?![A-Za-z0-9_])", re.IGNORECASE
+_NAMED = re.compile(r"([\w-][\w.-]*/[\w.-]+):([\w.-]+)")
+_TYPE = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q[1-8]|TQ[12]|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[A-Z0-9]+)*)$", re.IGNORECASE
 )
+_BESIDE = ("mmproj", "imatrix")  # what encodes pictures, and what was measured for quantizing
 
 
-def fetched_gguf(name: str | Path) -> Path | None:
+def names_hub_gguf(name: str | Path) -> bool:
+    """Whether a name stands for a GGUF file on a hub."""
+    return _named(name) is not None
+
+
+def fetched_gguf(name: str | Path) -> Path:
     """Return the GGUF file that a name stands for, or the first one of a split model; download what is not here yet.
-    None for any other name. Raises ModelNotFound."""
+    The hub is asked for the newest; what it does not tell is taken from an earlier download.
+
+    Raises ModelNotFound for other names and for what is not there, DownloadError if a download breaks off.
+    """
     if (named := _named(name)) is None:
-        return None
+        raise ModelNotFound(f"{name} is no GGUF file of a hub; those are named as in owner/repository:Q4_K_M")
     repository, kind = named
+    here = downloaded_gguf(name)
     if silent := why_silent():
-        if (here := downloaded_gguf(name)) is not None:
+        if here is not None:
             return here
         raise ModelNotFound(f"cannot load '{name}': {silent}, and it is not in the local cache")
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HFValidationError
 
     try:
-        there = HfApi().list_repo_files(repository)
-        if not (files := files_of(there, kind)):
-            found = f"; it has {_kinds(there)}" if _models(there) else ", and no other GGUF file"
-            raise ModelNotFound(f"{repository} has no GGUF file with {kind} in its name{found}")
-        parts = [Path(hf_hub_download(repository, file)) for file in files]
-    except (OSError, HFValidationError) as error:
+        told = HfApi().model_info(repository)
+        there = [each.rfilename for each in told.siblings or ()]
+    except Exception as error:  # of any HTTP client that the hub's library uses
+        if here is not None:
+            return here
         raise ModelNotFound(
-            f"cannot load '{name}': {str(error).strip().splitlines()[0]}. Expected a repository of the hub and a type "
-            "of weights, as in owner/repository:Q4_K_M (set HF_TOKEN for a private one)"
+            f"cannot load '{name}': {_said(error)}. Expected a repository of the hub and a type of weights, as in "
+            "owner/repository:Q4_K_M (set HF_TOKEN for a private one)"
         ) from error
-    return parts[0]
+    if not (files := files_of(there, kind, repository)):
+        has = f"; it has {', '.join(types_of(there))}" if types_of(there) else ", and no other GGUF file"
+        raise ModelNotFound(f"{repository} has no GGUF file of type {kind}{has}")
+    if lacking := [file for file in files if file not in there]:
+        raise ModelNotFound(f"{repository} lacks a part of the model: {', '.join(lacking)}")
+    try:
+        paths = [Path(hf_hub_download(repository, file, revision=told.sha)) for file in files]
+    except Exception as error:  # as above
+        raise DownloadError(
+            f"{repository} ({kind}) was not downloaded: {_said(error)}. What arrived is kept: run it again"
+        ) from error
+    return paths[0]
 
 
 def gguf_beside(name: str) -> str:
     """Say that a hub's repository has GGUF files, if it has; "" otherwise, or if the hub does not tell."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
     try:
-        there = HfApi().list_repo_files(name)
-    except (OSError, HFValidationError):
+        types = types_of(each.rfilename for each in HfApi().model_info(name).siblings or ())
+    except Exception:  # this only adds to an error
         return ""
-    return f" It has GGUF files ({_kinds(there)}): name one as {name}:Q4_K_M" if _models(there) else ""
+    which = "Q4_K_M" if "Q4_K_M" in types or not types else types[0]
+    return f". It has GGUF files ({', '.join(types)}): name one as {name}:{which}" if types else ""
 
 
 def downloaded_gguf(name: str | Path) -> Path | None:
-    """Return the file that an earlier download left here. Uses no network."""
+    """Return the file that an earlier download left here, of the newest revision that is whole; None if there is none.
+    Uses no network."""
     if (named := _named(name)) is None:
         return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import constants
 
     repository, kind = named
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
     try:
-        folder = Path(snapshot_download(repository, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+        revisions = sorted(kept.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+    except OSError:
         return None
-    files = files_of((file.relative_to(folder).as_posix() for file in folder.rglob("*")), kind)
-    return folder / files[0] if files else None
+    for folder in revisions:
+        there = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        files = files_of(there, kind, repository)
+        if files and all((folder / file).is_file() for file in files):
+            return folder / files[0]
+    return None
 
 
-def files_of(files: Iterable[str], kind: str) -> list[str]:
-    """Return the GGUF files of the model whose name has a type of weights in it, in order of its parts. Of several such
-    models it is the one with the shortest name: `Q4_K_XL` before `UD-Q4_K_XL`."""
-    wanted = re.compile(rf"(?:^|[^a-z0-9]){re.escape(kind)}(?![a-z0-9_])", re.IGNORECASE)
-    models: dict[str, list[str]] = {}
-    for file in _models(files):
-        whole = unsplit(file)
-        if wanted.search(PurePosixPath(whole).name[: -len(".gguf")]):
-            models.setdefault(whole, []).append(file)
-    return sorted(min(models.items(), key=lambda item: (len(item[0]), item[0]))[1]) if models else []
+def files_of(there: Iterable[str], kind: str, repository: str = "it") -> list[str]:
+    """Return the GGUF files of the one model of a type, in order of its parts, those that are not there, too. The type
+    is the end of the file's name, or its folder's name; the whole name is taken, too. A file that is not split comes
+    before a split one. Raises ModelNotFound if several models have the type."""
+    models = _models(there)
+    found = {whole: file for whole, file in models.items() if _fits(whole, kind)}
+    if len(found) > 1:
+        names = ", ".join(PurePosixPath(whole).stem for whole in found)
+        raise ModelNotFound(f"{repository} has several GGUF files of type {kind}: name one of {names} in its place")
+    return [part.as_posix() for file in found.values() for part in gguf_parts(Path(file))]
 
 
-def _models(files: Iterable[str]) -> list[str]:
-    """Leave out what is no GGUF file, and what encodes pictures or was measured for quantizing."""
-    beside = ("mmproj", "imatrix")
-    return [
-        file
-        for file in files
-        if file.lower().endswith(".gguf") and not any(word in PurePosixPath(file).name.lower() for word in beside)
-    ]
+def types_of(there: Iterable[str]) -> list[str]:
+    """Return the types of a repository's GGUF files, or, of files that do not tell, their names."""
+    return sorted({_type_of(whole) or PurePosixPath(whole).stem for whole in _models(there)})
 
 
-def _kinds(files: Iterable[str]) -> str:
-    models = _models(files)
-    found = {kind.upper() for file in models for kind in _KIND.findall(PurePosixPath(unsplit(file)).name)}
-    return ", ".join(sorted(found) or models)
+def _models(there: Iterable[str]) -> Mapping[str, str]:
+    """The models' first files, by their names without parts."""
+    models: dict[str, str] = {}
+    for file in sorted(there, key=lambda each: (len(each), each)):
+        if file.lower().endswith(".gguf") and not any(word in PurePosixPath(file).name.lower() for word in _BESIDE):
+            models.setdefault(unsplit(file), file)
+    return models
+
+
+def _type_of(whole: str) -> str:
+    path = PurePosixPath(whole)
+    found = _TYPE.search(path.stem) or _TYPE.search(path.parent.name)
+    return found[1].upper() if found else ""
+
+
+def _fits(whole: str, kind: str) -> bool:
+    def plain(text: str) -> str:
+        return re.sub(r"(?<=f)p(?=16|32)", "", text.lower())  # fp16 is F16
+
+    return plain(kind) in (plain(_type_of(whole)), plain(PurePosixPath(whole).stem))
+
+
+def _said(error: Exception) -> str:
+    """What the hub said, else the first line of the error."""
+    lines = str(getattr(error, "server_message", None) or error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _named(name: str | Path) -> tuple[str, str] | None:

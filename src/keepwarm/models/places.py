@@ -9,7 +9,7 @@ from pathlib import Path
 from keepwarm.errors import ModelNotFound
 
 _HUB_SECONDS = 5.0
-_SPLIT = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$")  # one of several files with one model
+_SPLIT = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.gguf$", re.IGNORECASE)  # one of several files with one model
 
 
 def gguf_file(name: str | Path) -> Path | None:
@@ -21,7 +21,8 @@ def gguf_file(name: str | Path) -> Path | None:
         beside = [*file.parent.glob(f"{glob.escape(_SPLIT.sub('', file.name).removesuffix('.gguf'))}-*-of-*.gguf")]
         more = f"; of its parts, {min(beside)} is there" if beside else ""
         raise ModelNotFound(
-            f"no GGUF file at {file}{more}; pass a file, a folder with config.json, a hub id, or 'demo'"
+            f"no GGUF file at {file}{more}; pass a file, a folder with config.json, "
+            "a hub id (owner/name, or owner/name:Q4_K_M for GGUF files), or 'demo'"
         )
     return file
 
@@ -33,7 +34,7 @@ def gguf_parts(path: Path) -> list[Path]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         return [path]
     stem, count = path.name[: found.start()], int(found[2])
-    return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+    return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}{path.suffix}") for part in range(1, count + 1)]
 
 
 def unsplit(name: str) -> str:

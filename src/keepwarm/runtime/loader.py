@@ -20,7 +20,7 @@ from keepwarm.core.lora import Lora
 from keepwarm.core.memory import give_back
 from keepwarm.core.uncached import Why
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
-from keepwarm.models.hub_gguf import fetched_gguf, gguf_beside
+from keepwarm.models.hub_gguf import fetched_gguf, gguf_beside, names_hub_gguf
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
 from keepwarm.models.weight_files import missing_weights
 from keepwarm.runtime import attention
@@ -36,7 +36,7 @@ from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files
-from keepwarm.runtime.gguf.loading import load_gguf
+from keepwarm.runtime.gguf.loading import check_gguf, load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.int4.folder import kept_int4
 from keepwarm.runtime.native.proof import variance
@@ -213,9 +213,13 @@ def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, confi
 def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
-    if (file := gguf_file(source) or fetched_gguf(source)) is not None:
+    file = gguf_file(source)
+    if file is not None or names_hub_gguf(source):
         device = torch.device("cpu") if config.device is None else device_of(config.device)
-        return *load_gguf(file, device, dtype_of(config.dtype, device)), file
+        dtype = dtype_of(config.dtype, device)
+        check_gguf(device, dtype)
+        file = file or fetched_gguf(source)
+        return *load_gguf(file, device, dtype), file
     name = demo_model(progress) if str(source) == DEMO else source
     found = model_folder(name) or downloaded_before(str(name))
     folder, is_folder = found or Path(name), found is not None
@@ -241,9 +245,10 @@ def _from_pretrained(
             model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
         tokenizer = tokenizer_on(_tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote)
     except OSError as error:
+        said = first_line(error).rstrip(".") + ("" if is_folder else gguf_beside(where))
         raise ModelNotFound(
-            f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and "
-            "weights, a hub id (set HF_TOKEN for a private one), or 'demo'"
+            f"cannot load {where!r}: {said}. Expected a folder with config.json, tokenizer and weights, "
+            "a hub id (set HF_TOKEN for a private one), or 'demo'"
         ) from error
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not unmapped:

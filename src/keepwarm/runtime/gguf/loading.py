@@ -34,13 +34,7 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     products. Raises UnsupportedModel, with what was found and what is expected; and ConfigError for a device or dtype
     that these weights do not support.
     """
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"GGUF files are run on the CPU, in bfloat16 or float32; got {device} and {dtype}. Pass device='cpu', or "
-            "the model's folder with safetensors"
-        )
-    if not can_compute():
-        raise UnsupportedModel(f"{path} needs a C++ compiler (install g++): its weights stay in their blocks")
+    check_gguf(device, dtype)
     file = File.open(path)
     try:
         model = _model(file, dtype)
@@ -51,6 +45,17 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
     keep_maps(model, file.reader.maps)
     return model, tokenizer
+
+
+def check_gguf(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError or UnsupportedModel if no GGUF file runs here, or not so."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"GGUF files are run on the CPU, in bfloat16 or float32; got {device} and {dtype}. Pass device='cpu', or "
+            "the model's folder with safetensors"
+        )
+    if not can_compute():
+        raise UnsupportedModel("GGUF files need a C++ compiler (install g++): their weights stay in their blocks")
 
 
 def _model(file: File, dtype: torch.dtype) -> PreTrainedModel:
