@@ -23,7 +23,7 @@ def names_hub_gguf(name: str | Path) -> bool:
 
 def fetched_gguf(name: str | Path) -> Path:
     """Return the GGUF file that a name stands for, or the first one of a split model; download what is not here yet.
-    The hub is asked for the newest; what it does not tell is taken from an earlier download.
+    The hub is asked for the newest revision. If it does not answer, an earlier download is taken.
 
     Raises ModelNotFound for other names and for what is not there, DownloadError if a download breaks off.
     """
@@ -69,8 +69,10 @@ def gguf_beside(name: str) -> str:
         types = types_of(each.rfilename for each in HfApi().model_info(name).siblings or ())
     except Exception:  # this only adds to an error
         return ""
-    which = "Q4_K_M" if "Q4_K_M" in types or not types else types[0]
-    return f". It has GGUF files ({', '.join(types)}): name one as {name}:{which}" if types else ""
+    if not types:
+        return ""
+    which = "Q4_K_M" if "Q4_K_M" in types else types[0]
+    return f". It has GGUF files ({', '.join(types)}): name one as {name}:{which}"
 
 
 def downloaded_gguf(name: str | Path) -> Path | None:
@@ -95,14 +97,16 @@ def downloaded_gguf(name: str | Path) -> Path | None:
 
 
 def files_of(there: Iterable[str], kind: str, repository: str = "it") -> list[str]:
-    """Return the GGUF files of the one model of a type, in order of its parts, those that are not there, too. The type
-    is the end of the file's name, or its folder's name; the whole name is taken, too. A file that is not split comes
-    before a split one. Raises ModelNotFound if several models have the type."""
+    """Return the GGUF files of the one model of a type, in order of its parts. Parts that are not there are among them.
+
+    The type is the end of the file's name, or its folder's name. `kind` may also be the file's whole name. A file that
+    is not split comes before a split one. Raises ModelNotFound if several models have the type.
+    """
     models = _models(there)
     found = {whole: file for whole, file in models.items() if _fits(whole, kind)}
     if len(found) > 1:
         names = ", ".join(PurePosixPath(whole).stem for whole in found)
-        raise ModelNotFound(f"{repository} has several GGUF files of type {kind}: name one of {names} in its place")
+        raise ModelNotFound(f"{repository} has several GGUF files of type {kind}. Name the file instead of it: {names}")
     return [part.as_posix() for file in found.values() for part in gguf_parts(Path(file))]
 
 

@@ -48,7 +48,7 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
 
 
 def check_gguf(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError or UnsupportedModel if no GGUF file runs here, or not so."""
+    """Raise ConfigError if GGUF files do not run so; UnsupportedModel if there is no compiler for the kernels."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(
             f"GGUF files are run on the CPU, in bfloat16 or float32; got {device} and {dtype}. Pass device='cpu', or "
