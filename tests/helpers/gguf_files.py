@@ -23,6 +23,7 @@ _ATTENTION = (
 _FUSED = (("attn_qkv", (HEADS + 2 * KV_HEADS) * DIM, HIDDEN), _ATTENTION[3])
 _CONVOLUTION = (("shortconv.in_proj", 3 * HIDDEN, HIDDEN), ("shortconv.out_proj", HIDDEN, HIDDEN))
 _MLP = (("ffn_gate", INNER, HIDDEN), ("ffn_up", INNER, HIDDEN), ("ffn_down", HIDDEN, INNER))
+_WIDER = tuple((n, 2 * a if a == INNER else a, 2 * b if b == INNER else b) for n, a, b in _MLP)
 _FUSED_MLP = (("ffn_up", 2 * INNER, HIDDEN), _MLP[2])
 _SHARED = tuple((f"{name}_shexp", rows, columns) for name, rows, columns in _MLP)
 EXPERTS, CHOSEN, EXPERT, WINDOW = 6, 2, 256, 96
@@ -31,8 +32,11 @@ _WIDE_EXPERTS = tuple((f"{name}_exps", rows, columns) for name, rows, columns in
 _SHARING = ("qwen2moe", "qwen35moe", "granitehybrid-moe", "granitemoe-shared")
 _WIDELY = ("mixtral", "granitemoe", "granitemoe-shared", "granitehybrid-moe")  # their experts are as wide as an MLP
 _GRANITE4 = ("granitehybrid-moe", "granitehybrid-still")
-_FILES = {"mixtral": "llama"} | {name: name.rpartition("-")[0] for name in (*_GRANITE4, "granitemoe-shared")}
-_GEMMA = ("gemma2", "gemma3")
+_FILES = {"mixtral": "llama", "gemma4-moe": "gemma4"}
+_FILES |= {name: name.rpartition("-")[0] for name in (*_GRANITE4, "granitemoe-shared")}
+_GEMMA = ("gemma2", "gemma3", "gemma4", "gemma4-moe")
+_GEMMA4 = ("gemma4", "gemma4-moe")
+PER_LAYER, SHARING = 256, 2  # of Gemma 4: the width of per-layer embeddings, and layers that share keys and values
 _BIASED = ("qwen2", "qwen2vl", "qwen2moe", "gpt-oss", "seed_oss")  # queries, keys and values
 _NETS = ("qwen35", "qwen35moe")
 KEYS, VALUES, KEY_DIM, VALUE_DIM, KERNEL = 8, 16, 32, 32, 4  # of delta nets: heads, their widths, and a convolution's
@@ -51,7 +55,7 @@ _MAMBA_CHANNELS = MAMBA_INNER + 2 * MAMBA_GROUPS * MAMBA_STATE
 _MAMBA = (("ssm_in", MAMBA_INNER + _MAMBA_CHANNELS + MAMBA_HEADS, HIDDEN), ("ssm_out", HIDDEN, MAMBA_INNER))
 _UNGATED = ("arcee",)
 _MIXTURES = ("mixtral", "qwen2moe", "qwen3moe", "gpt-oss", "qwen35moe", "granitemoe", "lfm2moe")
-_MIXTURES += ("granitehybrid-moe", "granitemoe-shared")
+_MIXTURES += ("granitehybrid-moe", "granitemoe-shared", "gemma4-moe")
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
 _HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
     "Q4_0": (0, None, 0.0),
@@ -141,6 +145,8 @@ def write(
     _metadata(writer, has_tokenizer=has_tokenizer, heads=heads_of_keys or ([0, KV_HEADS] if by_layer else KV_HEADS))
     if architecture in _GEMMA or architecture == "gpt-oss":
         writer.add_sliding_window(WINDOW)
+    if architecture in _GEMMA4:
+        _gemma4(writer, with_experts=architecture != "gemma4")
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
     if architecture in _NETS:
@@ -187,7 +193,11 @@ def write(
     if not is_tied:
         put("output", vocabulary, HIDDEN)
     floats("token_embd_norm.weight" if is_lfm2 else "output_norm.weight", HIDDEN, 1.0)
-    for layer in range(LAYERS):
+    if architecture == "gemma4":
+        put("per_layer_token_embd", vocabulary, 2 * LAYERS * PER_LAYER)
+        put("per_layer_model_proj", 2 * LAYERS * PER_LAYER, HIDDEN)
+        floats("per_layer_proj_norm.weight", PER_LAYER, 1.0)
+    for layer in range(2 * LAYERS if architecture == "gemma4" else LAYERS):
         at = f"blk.{layer}."
         is_convolution = is_lfm2 and not layer
         is_net = architecture in _NETS and not layer
@@ -195,6 +205,8 @@ def write(
         mixer = _mixer(architecture, layer)
         mlp = _FUSED_MLP if architecture == "phi3" else () if architecture in _MIXTURES else _MLP
         mlp = mlp[1:] if architecture in _UNGATED else mlp
+        if architecture in _GEMMA4:
+            mlp = _MLP if layer < LAYERS else _WIDER
         for name, rows, columns in (*mixer, *mlp, *(_SHARED if architecture in _SHARING else ())):
             put(at + name, rows, columns)
             is_biased = name in ("attn_q", "attn_k", "attn_v") and architecture in _BIASED
@@ -215,9 +227,17 @@ def write(
             floats(at + "ssm_d", (MAMBA_HEADS, 1), 1.0)
             floats(at + "ssm_dt.bias", MAMBA_HEADS, 0.0)
             floats(at + "ssm_norm.weight", (MAMBA_GROUPS, MAMBA_INNER // MAMBA_GROUPS), 1.0)
-        elif architecture in ("qwen3", "qwen3vl", "qwen3moe", "gemma3", *_LFM, *_NETS):
-            floats(at + "attn_q_norm.weight", DIM, 1.0)
-            floats(at + "attn_k_norm.weight", DIM, 1.0)
+        elif architecture in ("qwen3", "qwen3vl", "qwen3moe", "gemma3", *_GEMMA4, *_LFM, *_NETS):
+            dim = 2 * DIM if architecture in _GEMMA4 and layer % 2 else DIM
+            floats(at + "attn_q_norm.weight", dim, 1.0)
+            if layer < LAYERS:
+                floats(at + "attn_k_norm.weight", dim, 1.0)
+        if architecture in _GEMMA4:
+            floats(at + "layer_output_scale.weight", 1, 0.8)
+        if architecture == "gemma4":
+            put(at + "inp_gate", PER_LAYER, HIDDEN)
+            put(at + "proj", HIDDEN, PER_LAYER)
+            floats(at + "post_norm.weight", HIDDEN, 1.0)
         if architecture == "olmo2":
             floats(at + "attn_q_norm.weight", HEADS * DIM, 1.0)
             floats(at + "attn_k_norm.weight", KV_HEADS * DIM, 1.0)
@@ -242,6 +262,11 @@ def write(
             if gates_and_ups:
                 both = np.concatenate(gates_and_ups, axis=1)
                 writer.add_tensor(f"{at}ffn_gate_up_exps.weight", both, raw_dtype=GGMLQuantizationType[kinds[""]])
+        if architecture == "gemma4-moe":
+            floats(at + "ffn_gate_inp.scale", HIDDEN, 1.0)
+            floats(at + "ffn_down_exps.scale", EXPERTS, 1.0)
+            for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+                floats(f"{at}{name}.weight", HIDDEN, 1.0)
         if architecture == "lfm2moe":
             floats(at + "exp_probs_b.bias", EXPERTS, 0.0)
         if architecture in ("qwen2moe", "qwen35moe"):
@@ -265,13 +290,52 @@ def write(
     return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))), path) if each else path
 
 
+def _gemma4(writer: GGUFWriter, *, with_experts: bool) -> None:
+    """The metadata of a model whose layers have a window in turn. Without experts, it has as many layers again, which
+    share keys and values; with them, keys of full layers are their values, too."""
+    layers = LAYERS if with_experts else 2 * LAYERS
+    metadata = writer.kv_data[0]
+    for name in ("block_count", "feed_forward_length", "attention.head_count_kv", "attention.key_length"):
+        del metadata[f"gemma4.{name}"]
+    for name in ("attention.value_length", "rope.dimension_count"):
+        del metadata[f"gemma4.{name}"]
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length([INNER * (1 if layer < LAYERS else 2) for layer in range(layers)])
+    writer.add_head_count_kv([KV_HEADS, KV_HEADS // 2 if with_experts else KV_HEADS] * (layers // 2))
+    writer.add_key_length(2 * DIM)
+    writer.add_value_length(2 * DIM)
+    writer.add_key_length_swa(DIM)
+    writer.add_value_length_swa(DIM)
+    writer.add_rope_dimension_count(2 * DIM)
+    writer.add_rope_dimension_count_swa(DIM)
+    writer.add_rope_freq_base_swa(20000.0)
+    writer.add_sliding_window_pattern([layer % 2 == 0 for layer in range(layers)])
+    writer.add_shared_kv_layers(0 if with_experts else SHARING)
+    writer.add_embedding_length_per_layer_input(0 if with_experts else PER_LAYER)
+    writer.add_final_logit_softcapping(20.0)
+    factors = np.array([1.0] * (DIM // 4) + [1e30] * (DIM - DIM // 4), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
 def _mixer(architecture: str, layer: int) -> tuple[tuple[str, int, int], ...]:
     """The weights of a layer's first part."""
+    if architecture in _GEMMA4 and layer % 2:
+        return _full(architecture, layer)
+    if architecture in _GEMMA4 and layer >= LAYERS:
+        return _ATTENTION[0], _ATTENTION[3]
     first = {**dict.fromkeys(_LFM, _CONVOLUTION), **dict.fromkeys(_NETS, _NET)}
     first |= dict.fromkeys(("granitehybrid", *_GRANITE4), _MAMBA)
     if not layer and architecture in first:
         return first[architecture]
     return {"phi3": _FUSED, **dict.fromkeys(_NETS, _GATED)}.get(architecture, _ATTENTION)
+
+
+def _full(architecture: str, layer: int) -> tuple[tuple[str, int, int], ...]:
+    """Gemma 4's attention to all positions, with heads that are twice as wide. Layers that share have only queries."""
+    keys = 2 * DIM * (KV_HEADS if architecture == "gemma4" else KV_HEADS // 2)
+    values = (("attn_v", keys, HIDDEN),) if architecture == "gemma4" else ()
+    own = (("attn_k", keys, HIDDEN), *values) if layer < LAYERS else ()
+    return ("attn_q", 2 * HEADS * DIM, HIDDEN), *own, ("attn_output", HIDDEN, 2 * HEADS * DIM)
 
 
 def _tokens() -> list[str]:

@@ -29,6 +29,17 @@ _DELTA = {
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_expand": 2}
 _GRANITE = _MAMBA | {"layers_block_type": ["mamba", "attention", "mamba"], "shared_intermediate_size": 64}
 
+_GEMMA4 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "sliding_window": WINDOW,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": 640,
+}
+
+_EXPERTS4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", _PLAIN),
     "bamba": ("Bamba", _PLAIN | _MAMBA | {"attn_layer_indices": [1], "mamba_conv_bias": True}),
@@ -43,6 +54,29 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", _PLAIN | {"head_dim": 32}),
     "gemma2": ("Gemma2", _PLAIN | _WINDOWS),
     "gemma3": ("Gemma3", _PLAIN | _WINDOWS | {"head_dim": 256}),
+    "gemma4": (
+        "Gemma4",
+        _PLAIN | _GEMMA4 | {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "gemma4-dense": (
+        "Gemma4",
+        _PLAIN
+        | _GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        _PLAIN
+        | _GEMMA4
+        | _EXPERTS4
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-unified": ("Gemma4Unified", _PLAIN | _GEMMA4 | {"attention_k_eq_v": True, "num_kv_shared_layers": 2}),
     "glm": ("Glm", _PLAIN),
     "glm4": ("Glm4", _PLAIN),
     "glm4-moe": (
@@ -147,7 +181,11 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
 def lean_family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """One of them, whose norms and biases tell their parts apart."""
     family, settings = LEAN[name]
-    config = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
+    config = (
+        f"{family}TextConfig"
+        if family in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+        else f"{family}Config"
+    )
     return unlike(made(config, f"{family}ForCausalLM", settings | changes, dtype))
 
 
@@ -159,6 +197,6 @@ def unlike(model: Any) -> Any:
             if parameter.dim() == 1:
                 parameter += (0.2 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # a router's correction, which is zero in a new model
+            if name.endswith(("bias", "layer_scalar")):  # a router's correction; Gemma 4's factor of a layer
                 buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
     return model

@@ -16,8 +16,16 @@ from typing import Any
 import numpy as np
 from tests.helpers.gguf_files import write
 
-TIED = ("ernie4_5", "gemma2", "gemma3", "granitehybrid", "lfm2", "lfm2moe", "qwen3", "qwen3vl", "smollm3")
+TIED = (
+    *("ernie4_5", "gemma2", "gemma3", "gemma4", "gemma4-moe", "granitehybrid"),
+    "lfm2",
+    "lfm2moe",
+    "qwen3",
+    "qwen3vl",
+    "smollm3",
+)
 MORE_KINDS = (
+    "gemma4-moe",
     "mixtral",
     "granitehybrid-moe",
     "granitehybrid-still",
@@ -68,7 +76,8 @@ print(json.dumps([llama.scores[row].tolist() for row in rows]))
 
 def written(path: Path, architecture: str) -> Path:
     others = MORE.get(architecture, MORE.get(architecture.rpartition("-")[0]))
-    return write(path, architecture=architecture, is_tied=architecture in TIED, others=others)
+    fused = architecture == "gemma4-moe"
+    return write(path, architecture=architecture, is_tied=architecture in TIED, others=others, fused=fused)
 
 
 def known() -> dict[str, list[list[float]]]:

@@ -43,10 +43,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "lfm2", "gemma3", "granitehybrid", "qwen3moe", "qwen35"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "lfm2", "gemma3", "granitehybrid", "qwen3moe", "qwen35", "gemma4", "gemma4-moe"]
+)
 def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(architecture: str, tmp_path: Path) -> None:
     """Of a plain model, of one with short convolutions, with windows, with experts, and with delta nets."""
-    is_tied = architecture in ("lfm2", "gemma3")
+    is_tied = architecture in ("lfm2", "gemma3", "gemma4", "gemma4-moe")
     file = write(tmp_path / "model.gguf", architecture=architecture, is_tied=is_tied)
     with Engine.from_pretrained(file, store=tmp_path / "store") as engine:
         assert engine.pipeline.model.runner.lean is not None

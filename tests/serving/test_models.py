@@ -95,6 +95,24 @@ def test_who_is_served_is_told(served: tuple[str, Server]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("named", [{}, {"model": ""}], ids=["left out", "empty"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": SYSTEM, "max_tokens": 2}),
+        ("completions", {"prompt": "You remember", "max_tokens": 2}),
+        ("responses", {"input": "Do you?", "max_output_tokens": 2}),
+    ],
+)
+def test_a_request_that_names_no_model_goes_to_the_first(
+    served: tuple[str, Server], path: str, body: dict[str, Any], named: dict[str, str]
+) -> None:
+    url, _ = served
+    answer = httpx.post(f"{url}/v1/{path}", json=body | named, timeout=DEADLINE)
+    assert answer.raise_for_status().json()["model"] == "small"
+
+
+@pytest.mark.slow
 def test_two_at_once_under_a_cap_that_holds_one(served: tuple[str, Server]) -> None:
     url, _ = served
     with ThreadPoolExecutor(8) as pool:

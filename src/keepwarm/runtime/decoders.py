@@ -33,9 +33,9 @@ _SEEN = ((9, 0),)  # compute capabilities of the GPUs on which the Triton kernel
 
 
 def is_for_kernels(form: CacheForm) -> bool:
-    """Whether each layer has either plain keys and values, in order, or a state alone."""
+    """Whether each layer has either plain keys and values, in order, or a state alone, or keeps nothing."""
     numbers = [layer.kv for layer in form.each if layer.kv is not None]
-    usual = (LayerForm(None, states=0), *map(LayerForm, numbers))
+    usual = (LayerForm(), LayerForm(None, states=0), *map(LayerForm, numbers))
     return form.own is None and numbers == sorted(numbers) and all(layer in usual for layer in form.each)
 
 

@@ -1,6 +1,6 @@
 """KV of many sequences in pages of one preallocated memory. A common beginning is there only once.
 
-A page holds 8 positions of every layer, `[layers][2][kv_heads][8][dim]`, in the layout the kernels read in place.
+A page holds 8 positions of every layer's keys and values, `[kv_heads][8][dim]` of each, as the kernels read them.
 Full pages of a prompt that was computed exactly are named by their content, so that sequences which begin alike share
 them; a sequence's last, partial page and what it generates are its own.
 """
@@ -17,7 +17,6 @@ from keepwarm.core.blocks import Chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.lora import Lora
 from keepwarm.core.ports import Bytes
-from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena.gap import NO_GAP, Gap
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.host import HostPort
@@ -56,21 +55,15 @@ class KVPages:
         self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None], port: DevicePort | None = None
     ) -> None:
         """`kernels` returns the function that copies rows of all layers and heads between regions, or None once the
-        model runs without a decoder of ours. All layers must have one shape. `port` is a port to the device that
-        computes; None: the host."""
-        shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry.layers}
-        if len(shapes) != 1:
-            raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
-        layer = geometry.layers[0]
-        row = layer.key_dim * geometry.itemsize
+        model runs without a decoder of ours. `port` is a port to the device that computes; None: the host."""
+        dims = [(layer.kv_heads, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
         self.kernels = kernels
         self.geometry = geometry
         self.pool = PagePool(count)
-        rows = count * PAGE
-        self.memory = PageMemory(port or HostPort(), 2 * len(geometry.layers), layer.kv_heads, rows, row)
         # The pages of one head are contiguous, so those of one prompt are mostly read as one stream.
-        head = rows * row
-        self.region = Region.even(self.memory.address, layer.kv_heads * head, head)
+        shapes = [(heads, dim * geometry.itemsize) for heads, dim in dims]
+        self.memory = PageMemory(port or HostPort(), shapes, count * PAGE)
+        self.region = self.memory.region
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
         kernels = self.kernels()
@@ -242,7 +235,8 @@ class PagedSequence:
         """See `core.ports.WholeSource`. Adjacent pages take one kernel call, so a copy during a batch's steps holds the
         interpreter's lock only briefly."""
         kernels = self._memory.kernels()
-        if kernels is None or not self.is_plain or not self._memory.memory.is_host:
+        is_even = self._memory.region.planes is None
+        if kernels is None or not self.is_plain or not is_even or not self._memory.memory.is_host:
             return False
         heads, rows = self.geometry.layers[0].kv_heads, end - start
         head = rows * self.geometry.head_bytes(0, 0)

@@ -88,6 +88,7 @@ struct Llama {
         for (const Part& part : parts) {
             Layer layer{};
             layer.before = layer.before_mlp = {norm, nullptr};
+            if (part.mixer == ATTENTION) layer.kv_heads = KV_HEADS, layer.dim = layer.rotary = DIM;
             layer.cosine = cosines, layer.sine = sines, layer.factors = factors;
             layer.kv = part.mixer == ATTENTION ? kv++ : -1, layer.state = part.mixer == ATTENTION ? -1 : state++;
             if (part.mixer != ATTENTION) layer.convolution = {part.convolution, nullptr, KERNEL, part.channels()};
@@ -96,8 +97,8 @@ struct Llama {
             layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
             layers.push_back(layer);
         }
-        model.layers = layers.size(), model.hidden = HIDDEN, model.heads = HEADS, model.kv_heads = KV_HEADS, model.dim = DIM;
-        model.inner = INNER, model.vocab = VOCAB, model.is_bf16 = kind != FLOAT32, model.rotary = DIM, model.activation = SILU;
+        model.layers = layers.size(), model.hidden = HIDDEN, model.heads = HEADS;
+        model.inner = INNER, model.vocab = VOCAB, model.is_bf16 = kind != FLOAT32, model.activation = SILU;
         model.epsilon = 1e-5f, model.scale = 1.44269504f / std::sqrt((float)DIM);
         model.embedded = model.residual = model.logit = 1;
         model.embedding = embedding.rows(), model.head = head.packed, model.norm = {norm, nullptr}, model.layer = layers.data();

@@ -123,13 +123,13 @@ def test_a_tensor_of_another_size_is_refused(family: str) -> None:
         parameter.data = whole
 
 
-def test_a_narrower_layer_is_named_with_both_shapes() -> None:
+def test_a_narrower_layer_is_refused_unless_it_fills_whole_tiles() -> None:
     model = lean_family("biased", mlp_bias=False)
     mlp = model.model.layers[2].mlp
     for name in ("gate_proj", "up_proj"):
         setattr(mlp, name, nn.Linear(64, 16, bias=False))
     mlp.down_proj = nn.Linear(16, 64, bias=False)
-    assert reason(model) == "layer 2: up of shape [16, 64], where the kernels need [96, 64]"
+    assert reason(model) == "layers of different widths, which are no multiples of 32"
 
 
 def test_another_number_of_layers_is_refused() -> None:

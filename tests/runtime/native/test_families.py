@@ -52,6 +52,15 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_alone_are_those_among_all(family: str, dtype: torch.dtype) -> None:
+    """Layers that keep nothing compute no other rows than those whose logits are asked for."""
+    lean = Lean(family, dtype)
+    every = lean.run(IDS[:70], [], lean.arena(), range(70))
+    for rows in ([69], [3, 7, 20], [0, 68]):
+        assert torch.equal(every[rows], lean.run(IDS[:70], [], lean.arena(), rows))
+
+
 def in_float64(lean: Lean) -> torch.Tensor:
     """Transformers' own eager attention in float64."""
     reference = type(lean.model)(lean.model.config).double().eval()
@@ -105,6 +114,10 @@ def half(request: pytest.FixtureRequest) -> Lean:
     [
         pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
         pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
+        ("gemma4", torch.bfloat16),
+        pytest.param("gemma4", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma4-moe", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma4-unified", torch.float32, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
         ("qwen3-moe", torch.bfloat16),

@@ -27,8 +27,8 @@ def turns(frequency: float) -> Maker:
 
 def test_they_grow_by_pieces_to_the_same_numbers() -> None:
     (maker,) = described(tiny("llama")).tables
-    width = maker(torch.zeros(1, dtype=torch.long))[0].shape[1]
-    slowly, at_once = (RotaryTables([maker], width, CPU) for _ in range(2))
+    dims = 2 * maker(torch.zeros(1, dtype=torch.long))[0].shape[1]
+    slowly, at_once = (RotaryTables([maker], [dims], CPU) for _ in range(2))
     assert (slowly.reached, slowly.grow(PIECE)) == (PIECE, False)
     assert slowly.grow(PIECE + 1)
     assert slowly.grow(3 * PIECE)
@@ -39,7 +39,7 @@ def test_they_grow_by_pieces_to_the_same_numbers() -> None:
 
 
 def test_a_copy_grows_by_itself() -> None:
-    tables = RotaryTables([turns(0.1)], 2, CPU)
+    tables = RotaryTables([turns(0.1)], [4], CPU)
     other = copy.copy(tables)
     other.grow(PIECE + 1)
     assert (tables.reached, len(tables.pairs[0][0])) == (PIECE, PIECE)
@@ -53,7 +53,7 @@ def test_memory_that_runs_out_half_way_leaves_them_as_they_were() -> None:
             raise torch.OutOfMemoryError("no room")
         return turns(0.2)(positions)
 
-    tables = RotaryTables([turns(0.1), maker], 2, CPU)
+    tables = RotaryTables([turns(0.1), maker], [4, 4], CPU)
     full = True
     with pytest.raises(torch.OutOfMemoryError):
         tables.grow(PIECE + 1)
@@ -72,7 +72,7 @@ def test_another_precision_than_at_first_is_refused() -> None:
     def maker(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return turns(0.1)(positions.to(torch.bfloat16).float() if narrow else positions)
 
-    tables = RotaryTables([maker], 2, CPU)
+    tables = RotaryTables([maker], [4], CPU)
     narrow = True
     with pytest.raises(RuntimeError, match="longer than 4096 tokens, and torch computes positions with another"):
         tables.grow(PIECE + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -254,11 +254,11 @@ class Arena:
             for layer in range(len(self.layers)):
                 turns.arrive(layer)
 
-    @property
+    @cached_property
     def region(self) -> Region:
-        """The arena's own memory for the kernels, if all layers have one shape and one device."""
-        keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
-        return Region.even(keys.address, values.address - keys.address, keys.head_stride)
+        """The arena's own memory for the kernels, if all layers are on one device."""
+        planes = [layer.plane(kv) for layer in self.layers for kv in (0, 1)]
+        return Region.of([(plane.address, plane.head_stride) for plane in planes], {plane.shape for plane in planes})
 
     def sequenced(self, end: int | None = None) -> Sequenced:
         """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena.
@@ -380,7 +380,8 @@ class Arena:
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> EncodedRows | None:
-        return EncodedRows(self, rows, codec, blocks, end) if self._keep_encoded else None
+        keeps = self._keep_encoded and len({(each.kv_heads, each.key_dim) for each in rows.layers}) == 1
+        return EncodedRows(self, rows, codec, blocks, end) if keeps else None
 
     def map(self, start: int, end: int, region: Region) -> None:
         """See `InPlace.map`."""

@@ -233,6 +233,49 @@ def _gemma3(file: Metadata) -> dict[str, Any]:
     return _gemma(file, "gemma3", 62) | {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
 
 
+def _gemma4(file: Metadata) -> dict[str, Any]:
+    """Full layers have heads of another width, and of another number where their keys are their values, too. Layers
+    that share keys and values may have a wider MLP. The tensor `rope_freqs` says which dims of full layers rotate."""
+    own, layers = "gemma4", int(file.needed("gemma4.block_count"))
+    windowed = file.numbers(f"{own}.attention.sliding_window_pattern")
+    widths, keys = (_each(file, f"{own}.{name}", layers) for name in ("feed_forward_length", "attention.head_count_kv"))
+    local, whole = windowed.index(1), windowed.index(0)
+    same = f"blk.{whole}.attn_v.weight" not in file.names
+    found: dict[str, Any] = {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "sliding_window": file.needed(f"{own}.attention.sliding_window"),
+        "head_dim": file.needed(f"{own}.attention.key_length_swa"),
+        "global_head_dim": file.needed(f"{own}.attention.key_length"),
+        "num_key_value_heads": keys[local],
+        "num_global_key_value_heads": keys[whole],
+        "attention_k_eq_v": same,
+        "num_kv_shared_layers": file.value(f"{own}.attention.shared_kv_layers") or 0,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": file.value(f"{own}.embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": file.length("tokenizer.ggml.tokens"),
+        "final_logit_softcapping": file.value(f"{own}.final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": file.needed(f"{own}.rope.freq_base")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": file.needed(f"{own}.rope.freq_base_swa")},
+        },
+    }
+    if file.value(f"{own}.expert_count"):
+        experts = _experts(file, own)
+        found |= {
+            "enable_moe_block": True,
+            "num_experts": experts["num_experts"],
+            "top_k_experts": experts["num_experts_per_tok"],
+            "moe_intermediate_size": file.needed(f"{own}.expert_feed_forward_length"),
+        }
+    return found
+
+
+def _each(file: Metadata, name: str, layers: int) -> list[int]:
+    """A number of each layer, which a file may say once for all."""
+    return [int(file.needed(name))] * layers if file.length(name) is None else file.numbers(name)
+
+
 def _olmo2(file: Metadata) -> dict[str, Any]:
     if file.value("olmo2.attention.sliding_window"):
         raise ValueError("it has windows, as OLMo 3 does, which is not read from GGUF files")
@@ -305,6 +348,7 @@ ARCHITECTURES = {  # by values of general.architecture
     "ernie4_5": Architecture(names="llama", told=_ernie),
     "gemma2": Architecture(told=_gemma2),
     "gemma3": Architecture("gemma3_text", told=_gemma3, scaled=("linear",)),
+    "gemma4": Architecture("gemma4_text", told=_gemma4),
     "gpt-oss": Architecture("gpt_oss", "gpt_oss", told=_gpt_oss, scaled=("yarn",)),
     "granite": Architecture(names="llama", told=_granite),
     "granitehybrid": Architecture("granitemoehybrid", "llama", told=_granitehybrid, has_mamba=True),

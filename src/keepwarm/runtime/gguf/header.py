@@ -40,7 +40,8 @@ def read_config(reader: Reader) -> PreTrainedConfig:
     if "rope_parameters" in told:
         del told["rope_theta"]
     made: PreTrainedConfig = CONFIG_MAPPING[told["model_type"]].from_dict(told)
-    if (width := reader.value(f"{name}.attention.key_length")) is not None and hasattr(made, "head_dim"):
+    width = reader.value(f"{name}.attention.key_length")
+    if width is not None and "head_dim" not in told and hasattr(made, "head_dim"):
         made.head_dim = int(width)  # transformers does not read it for Qwen 3
     return made
 

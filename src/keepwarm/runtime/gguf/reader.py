@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType
 
 _LENGTH = struct.Struct("<Q")
-_WHOLE = (GGUFValueType.INT32, GGUFValueType.UINT32, GGUFValueType.INT64, GGUFValueType.UINT64)
+_WHOLE = (*(GGUFValueType.INT32, GGUFValueType.UINT32, GGUFValueType.INT64, GGUFValueType.UINT64), GGUFValueType.BOOL)
 
 
 class Reader(GGUFReader):

@@ -32,6 +32,8 @@ _OTHERS = {  # names that gguf's table does not have, by how the model's end
     ".dt_bias": "ssm_dt.bias",
     ".expert_bias": "exp_probs_b.bias",
     ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    ".router.scale": "ffn_gate_inp.scale",
+    ".router.per_expert_scale": "ffn_down_exps.scale",
 }
 _PARTS = ("gate", "up", "down")
 _JOINED = ".shared_mlp.input_linear.weight"  # a model's product of a gate and an up, which are two in a file
@@ -183,7 +185,8 @@ def _layer(name: str) -> str:
 def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
     rotary: Any = model.get_decoder().rotary_emb
     divisors = torch.from_numpy(np.array(factors, dtype=np.float32))
-    tables = [getattr(rotary, name, None) for name in ("inv_freq", "original_inv_freq")]
+    full = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""  # where types of layers differ
+    tables = [getattr(rotary, full + name, None) for name in ("inv_freq", "original_inv_freq")]
     if tables[0] is None or any(table is not None and table.shape != divisors.shape for table in tables):
         raise ValueError(f"{_FACTORS} has {len(divisors)} factors, which do not fit the model's rotary embedding")
     for table in tables:

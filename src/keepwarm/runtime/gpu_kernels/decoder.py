@@ -78,7 +78,7 @@ class TritonDecoder:
         self._mixture = Mixture(launch, parts.alpha, parts.limit)
         self._most = max(1, _RESULTS // (4 * parts.heads * (parts.dim + 2)))
         with ALONE:  # the tables wait for the whole device
-            self._tables = RotaryTables(parts.tables, parts.rotary // 2, self.device)
+            self._tables = RotaryTables(parts.tables, parts.rotated, self.device)
         is_cuda = self.device.type == "cuda"
         self._graphs = Graphs(self.device, partial(CudaCapture, self.device) if is_cuda else None)
         with self._on_device():

@@ -55,10 +55,14 @@ def _check(found: Description) -> None:
         raise NotCovered("weights in blocks")
     if found.factors is not None:
         raise NotCovered("factors of queries by position")
+    if found.per_layer or any(attention.shape or attention.shares is not None for attention in found.attentions):
+        raise NotCovered("layers of different shapes, or that share keys and values")
     if any(attention.gate is not None for attention in found.attentions):
         raise NotCovered("gates of attention")
     if any(experts.sigmoid for experts in found.experts):
         raise NotCovered("routers by sigmoid")
+    if any(experts.norms or experts.scale is not None for experts in found.experts):
+        raise NotCovered("experts with norms of their own")
     if any(mlp.activation == "clamped" for mlp in found.mlps):
         raise NotCovered("activation 'clamped' outside of experts")
     weights = [each.weight for layer in found.layers for each in layer.products]

@@ -171,8 +171,8 @@ public:
     Adapted(const Model& m, const Step& s, int id, int of, Barrier& barrier)
         : m(m), a(*s.adapters), barrier(barrier), id(id), of(of) {}
 
-    // From now on rows are those of a layer.
-    void enter(int number) { layer = number, row_of = nullptr; }
+    // From now on rows are those of a layer: some of the step's, or all with null.
+    void enter(int number, const int32_t* rows) { layer = number, row_of = rows; }
     void go_on(const Onward& on) { row_of = on.row; }
 
     // The layer's first product of normed rows, of width n.
@@ -185,7 +185,7 @@ public:
     // Attention's gate, of the same rows. `read` comes before.
     void gate(const Rows& x, int rows, float* y) {
         const Layer& w = m.layer[layer];
-        put_by_panel(x, rows, w.gate, m.heads * m.dim, &AdapterLayer::gates, y, w.gate_bias);
+        put_by_panel(x, rows, w.gate, m.heads * w.dim, &AdapterLayer::gates, y, w.gate_bias);
     }
 
     // What attention or, by `weight`, the MLP gives: y (+)= (W x + B (s A x) + bias) factor.

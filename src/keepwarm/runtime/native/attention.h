@@ -27,7 +27,7 @@ struct LaneList {
 
     LaneList(const Model& m, const Step& s, const int32_t* rows, int first, int last, int layer, int kv_head) : acc{} {
         window = m.layer[layer].window ? m.layer[layer].window : INT32_MAX / 2;
-        const int group = m.heads / m.kv_heads;
+        const int group = m.heads / m.layer[layer].kv_heads;
         n = last - first < MOST ? last - first : MOST;
         vl = (n + LANES - 1) / LANES;
         lowest = INT32_MAX, highest = -1;
@@ -48,8 +48,8 @@ struct LaneList {
     bool masks(int first, int count) const { return first + count - 1 > lowest || first <= highest - window; }
 
     // Returns a lane's query; null after the last lane.
-    const float* query(const Model& m, const float* q, int i) const {
-        return i < n ? q + ((int64_t)row[i] * (m.heads + 2 * m.kv_heads) + head[i]) * m.dim : nullptr;
+    const float* query(const Model& m, const Layer& w, const float* q, int i) const {
+        return i < n ? q + (int64_t)row[i] * reads(m, w) + head[i] * w.dim : nullptr;
     }
 };
 
@@ -61,10 +61,10 @@ struct Pages {
     const T *page[2][MANY], *next[2 * MANY];
     Pages(const Model& m, const Step& s, const Work& work, int layer, int head, int unit, T* decoded) {
         const int64_t* pages = s.pages + work.pages + (int64_t)(unit - work.first_unit) * MANY;
-        const int ahead = unit + 1 < work.last_unit ? MANY : 0;
+        const int dim = m.layer[layer].dim, ahead = unit + 1 < work.last_unit ? MANY : 0;
         for (int kv = 0; kv < 2; kv++)
             for (int p = 0; p < MANY; p++) {
-                T* room = decoded + (kv * MANY + p) * PAGE * m.dim;
+                T* room = decoded + (kv * MANY + p) * PAGE * dim;
                 page[kv][p] = at<true>(m, s, pages[p], layer, kv, head, room);
                 next[kv * MANY + p] = at<false>(m, s, pages[ahead + p], layer, kv, head, room);
             }
@@ -75,13 +75,14 @@ private:
     template <bool NOW>
     static const T* at(const Model& m, const Step& s, int64_t place, int layer, int kv, int head, T* room) {
         const Region& r = s.regions[place >> 32];
+        const Layer& w = m.layer[layer];
         const int64_t row = place & 0xffffffff;
-        const char* block = rows_of(r, m.layer[layer].kv, kv, head);
-        if (!r.coding.bits) return (const T*)block + row * m.dim;
+        const char* block = rows_of(r, w.kv, kv, head);
+        if (!r.coding.bits) return (const T*)block + row * w.dim;
         if (NOW) {
-            decode_rows(r.coding, block, kv, m.dim, row, PAGE, room);
+            decode_rows(r.coding, block, kv, w.dim, row, PAGE, room);
         } else {
-            const EncodedHead ahead(r.coding, block, kv, m.dim);
+            const EncodedHead ahead(r.coding, block, kv, w.dim);
             const uint8_t* codes = ahead.codes + row * ahead.code_bytes;
             for (int64_t i = 0; i < PAGE * ahead.code_bytes; i += 64) __builtin_prefetch(codes + i);
         }
@@ -116,7 +117,8 @@ inline void absorb(float& maximum, float& total, float* acc, float m, float t, c
 // Puts 16 of a row's results into mixed[to], multiplied by their gates if the layer has some.
 template <class Rows>
 inline void put_result(const Model& m, const Scratch<Rows>& b, const Rows& mixed, int layer, int row, int to, int column, Vec value) {
-    if (m.layer[layer].gate) value *= sigmoid(load(b.made + (int64_t)row * m.heads * m.dim + column));
+    const Layer& w = m.layer[layer];
+    if (w.gate) value *= sigmoid(load(b.made + (int64_t)row * m.heads * w.dim + column));
     mixed.put(to, column, value);
 }
 
@@ -127,7 +129,7 @@ template <class Lanes, class Rows>
 void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int part, int first,
                  int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
-    const int group = m.heads / m.kv_heads;
+    const int group = m.heads / m.layer[layer].kv_heads;
     const bool one = s.works == 1;
     for (int lane = first; lane < last; lane++) {
         const int row = one ? s.members[s.work[0].row + lane / group] : on.from(lane / group);
@@ -188,36 +190,37 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const R
 // Merges the parts of one row, in order of position, into mixed[to].
 template <class Lanes, class Rows>
 void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, int layer, int row, int to) {
+    constexpr int DIM = Lanes::DIM;
     for (int head = 0; head < m.heads; head++) {
         const int64_t lane = (int64_t)row * m.heads + head;
-        alignas(64) float out[Lanes::DIM] = {};
+        alignas(64) float out[DIM] = {};
         float maximum = NEVER, total = 0;
         for (int p = b.first_part(m.layer[layer]); p <= s.positions[row] / PART; p++) {
             int64_t cell = p * b.lanes + lane;
-            absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
+            absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * DIM, DIM);
         }
         const Vec factor = splat(1.f / with_sink(m.layer[layer], head, maximum, total));
-        for (int d = 0; d < m.dim; d += LANES) put_result(m, b, mixed, layer, row, to, head * m.dim + d, load(out + d) * factor);
+        for (int d = 0; d < DIM; d += LANES) put_result(m, b, mixed, layer, row, to, head * DIM + d, load(out + d) * factor);
     }
 }
 
 template <class Lanes, class Rows>
 void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int id,
                int of, int& next, Barrier& barrier) {
-    const int group = m.heads / m.kv_heads, lanes = (s.works == 1 ? s.work[0].rows : on.rows) * group;
+    const int kv_heads = m.layer[layer].kv_heads, group = m.heads / kv_heads, lanes = (s.works == 1 ? s.work[0].rows : on.rows) * group;
     const int begin = b.wide ? 0 : b.first_part(m.layer[layer]), parts = b.wide ? 1 : b.parts - begin;
     const int least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
     int most = Lanes::MOST;
     const auto each = [&] { return s.works == 1 ? most : std::max(most / group, 1) * group; };
     const auto slices = [&] { return (lanes + each() - 1) / each(); };
-    while (most > least && m.kv_heads * parts * slices() < wanted) most -= LANES;  // so that every thread gets tasks
-    const int tasks = m.kv_heads * parts * slices();
+    while (most > least && kv_heads * parts * slices() < wanted) most -= LANES;  // so that every thread gets tasks
+    const int tasks = kv_heads * parts * slices();
     for (;;) {
         int task;
 #pragma omp atomic capture
         task = next++;
         if (task >= tasks) break;
-        const int head = task % m.kv_heads, rest = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
+        const int head = task % kv_heads, rest = tasks / kv_heads - 1 - task / kv_heads;  // the longest tasks come first
         const int first = rest % slices() * each(), last = std::min(first + each(), lanes);
         if (b.wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
         else attend_part<Lanes>(m, s, b, on, layer, head, begin + rest / slices(), first, last);

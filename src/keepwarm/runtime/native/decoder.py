@@ -80,7 +80,7 @@ class LeanDecoder:
         self._model = self._record(parts)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
-        self._tables = RotaryTables(parts.tables, parts.rotary // 2, torch.device("cpu"), parts.factors)
+        self._tables = RotaryTables(parts.tables, parts.rotated, torch.device("cpu"), parts.factors)
         self._point()
         rounded = [ROUNDED, packing_digest()] if self.in_blocks else []
         # What the model's modules compute beside their weights is part of the arithmetic identity.
@@ -104,32 +104,36 @@ class LeanDecoder:
 
     def _number(self, parts: Description, windows: Sequence[int | None]) -> None:
         """Number the layers with keys and values, and those with a state."""
-        kv = state = 0
-        for record, layer in zip(self._layers, parts.layers, strict=True):
+        keeping, state = parts.keeping, 0
+        for at, (record, layer) in enumerate(zip(self._layers, parts.layers, strict=True)):
             record.kv = record.state = -1
             if layer.attention is None:
                 record.state, state = state, state + 1
-            else:
-                record.kv, record.window, kv = kv, windows[kv] or 0, kv + 1
+                continue
+            shares = layer.attention.shares
+            record.shares = shares is not None
+            record.kv = keeping.index(at if shares is None else shares)
+            record.window = windows[record.kv] or 0
+            record.kv_heads, record.dim = parts.shape(layer.attention)
+            record.rotary = 0 if layer.attention.table is None else parts.rotated[layer.attention.table]
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
         ordered = parts.logit > 0 and not parts.logit_cap  # as in screen.h
         head = packing.head(parts.head, in_parts=ordered)
+        per_layer = parts.per_layer
         self._screening = Screening(head.most)
         return ModelRecord(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
             heads=parts.heads,
-            kv_heads=parts.kv_heads,
-            dim=parts.dim,
             inner=max((mlp.down.weight.shape[-1] for mlp in parts.mlps), default=0),
             vocab=parts.head.shape[0],
             is_bf16=self.dtype is torch.bfloat16,
             experts=max((len(experts.router.weight) for experts in parts.experts), default=0),
             chosen=max((experts.chosen for experts in parts.experts), default=0),
             expert=max((experts.all.down.weight.shape[-1] for experts in parts.experts), default=0),
-            rotary=parts.rotary,
+            per_layer=0 if per_layer is None else per_layer.width,
             interleaved=parts.interleaved,
             centred=parts.centred,
             wide=parts.wide_norms,
@@ -142,12 +146,18 @@ class LeanDecoder:
             embedded=parts.embedded,
             residual=parts.residual,
             logit=parts.logit,
+            looked_up=0.0 if per_layer is None else per_layer.looked_up,
+            projected=0.0 if per_layer is None else per_layer.projected,
+            summed=0.0 if per_layer is None else per_layer.summed,
             score_cap=parts.score_cap * LOG2E,
             logit_cap=parts.logit_cap,
             embedding=packing.embedding(parts.embedding, parts.head, head.address),
             head=head.address,
             errors=head.errors,
+            per_layer_table=None if per_layer is None else packing.table(per_layer.table),
+            per_layer_projection=None if per_layer is None else packing.packed(per_layer.projection.weight),
             norm=packing.norm(parts.norm),
+            per_layer_norm=packing.norm(per_layer and per_layer.norm),
             layer=self._layers,
         )
 
@@ -195,8 +205,8 @@ class LeanDecoder:
 
         The pages must hold the KV of all other positions. A row's bits depend on what it attends to, so the rows get
         the same bits as in a step if that KV is the sequence's own. `layers` ends the pass as soon as the keys and
-        values of so many layers are written. `seen` is called after each layer with the queries that attended there,
-        `[rows, heads, dim]`, float32. They are valid during the call only.
+        values of so many layers are written. `seen` is called after each layer that writes some, with its number among
+        these and the queries that attended there, `[rows, heads, dim]`, float32. They are valid during the call only.
         """
         if sequence.lora is not None or self.states:
             raise RuntimeError("rows at chosen positions are not computed with an adapter or a recurrent state")
@@ -248,12 +258,13 @@ class LeanDecoder:
         step.scratch = self._scratch.data_ptr()
         step.last = end = self._model.layers if layers is None else layers
         if seen is not None:
-            for layer in range(end):
-                step.first, step.last = layer, layer + 1
+            for number, layer in enumerate(self._layers[:end]):
+                step.first, step.last = number, number + 1
                 self._forward(step)
-                each = self._model.heads + 2 * self._model.kv_heads
-                queries = self._scratch[: len(ids) * each * self._model.dim].view(len(ids), each, self._model.dim)
-                seen(layer, queries[:, : self._model.heads])
+                if not layer.shares:
+                    each = self._model.heads + 2 * layer.kv_heads
+                    queries = self._scratch[: len(ids) * each * layer.dim].view(len(ids), each, layer.dim)
+                    seen(layer.kv, queries[:, : self._model.heads])
             return logits
         self._forward_arriving(step, end, arrivals)
         if largest:
@@ -268,10 +279,10 @@ class LeanDecoder:
         if (taking := arrivals.taking()) is not None:
             step.take, step.job, step.wrong = taking.function, taking.job, taking.wrong
             self._forward(step)
-            arrivals.passed(sum(layer.kv >= 0 for layer in self._layers[: step.stopped]))
+            arrivals.passed(sum(layer.kv >= 0 and not layer.shares for layer in self._layers[: step.stopped]))
             step.first, step.take = step.stopped, None
         for layer in range(step.first, end):
-            if (number := self._layers[layer].kv) >= 0:
+            if (number := self._layers[layer].kv) >= 0 and not self._layers[layer].shares:
                 arrivals.arrive(number)
             step.first, step.last = layer, layer + 1
             self._forward(step)
@@ -291,7 +302,7 @@ class LeanDecoder:
     def _forward(self, step: StepRecord) -> None:
         library = self._library if step.adapters is None else self._library_with_adapters()
         if done(library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step))):
-            raise RuntimeError(f"the kernels have no head width {self._model.dim}")
+            raise RuntimeError(f"the kernels have no such head width: {sorted({layer.dim for layer in self._layers})}")
 
     def _library_with_adapters(self) -> ctypes.CDLL:
         found = self.adapted()

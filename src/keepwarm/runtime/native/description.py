@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -63,7 +63,9 @@ class Linear:
 class Attention:
     """The attention of one layer. Scores are multiplied by `scaling`. `q_norm` and `k_norm` norm each head, or all
     heads at once with `Description.wide_norms`. `table` is the number of the rotary embedding in `Description.tables`;
-    with None the layer does not rotate. `sinks` are scores, `[heads]`, of a position that has no value."""
+    with None the layer does not rotate. `sinks` are scores, `[heads]`, of a position that has no value. `shape` has the
+    layer's heads of keys and the width of a head, where these are not the model's. A layer with a number in `shares`
+    reads keys and values of that layer, whose `k` and `v` it names."""
 
     q: Linear
     k: Linear
@@ -75,11 +77,14 @@ class Attention:
     table: int | None = 0
     sinks: torch.Tensor | None = None
     gate: Linear | None = None  # results are multiplied by its sigmoid, `[heads * dim, hidden]`
+    shape: tuple[int, int] | None = None
+    shares: int | None = None
+    v_norm: Norm | None = None  # of each head
 
     @property
     def reads(self) -> tuple[Linear, ...]:
         """The first products, one under the other."""
-        return self.q, self.k, self.v
+        return (self.q, self.k, self.v) if self.shares is None else (self.q,)
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -191,6 +196,16 @@ class Sigmoid:
     factor: float
 
 
+class ExpertNorms(NamedTuple):
+    """Norms of experts beside an MLP (Gemma 4): of the row for the router and for the experts, of the experts' results,
+    and of the MLP's. What is added to the row has the layer's `after_mlp`."""
+
+    scored: Norm
+    before: Norm
+    after: Norm
+    after_own: Norm
+
+
 @dataclass(frozen=True)
 class Experts:
     """Gated MLPs. Each row uses the `chosen` ones with the highest scores; of equal scores, the first.
@@ -198,7 +213,8 @@ class Experts:
     Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives the scores, `[experts]`. Each
     result is multiplied by its share and added. The shares are a softmax over the chosen scores, or over all scores
     with `over_all`, or made by `sigmoid`. The layer's own MLP is multiplied by a factor: the sigmoid of the product of
-    `gate`, `[1, hidden]`, and the row. Without a gate it is added as it is.
+    `gate`, `[1, hidden]`, and the row. Without a gate it is added as it is. Shares are multiplied by `scale`,
+    `[experts]`. With `norms`, experts and the layer's own MLP have norms of their own.
     """
 
     router: Linear
@@ -207,13 +223,43 @@ class Experts:
     over_all: bool = False
     gate: torch.Tensor | None = None
     sigmoid: Sigmoid | None = None
+    scale: torch.Tensor | None = None
+    norms: ExpertNorms | None = None
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """What a layer adds to a row from a vector that the row's token has for it: `after(up(act(gate(x)) * vector))`."""
+
+    gate: Linear
+    up: Linear
+    after: Norm
+
+
+@dataclass(frozen=True)
+class PerLayerEmbeddings:
+    """A token's vectors for the layers (Gemma 4). `table`, `[vocab, layers * width]`, times `looked_up` has a part.
+    The other is `projection` of the token's embedding, times `projected`, normed layer by layer. Both are added, and
+    multiplied by `summed`."""
+
+    table: torch.Tensor | Blocks
+    projection: Linear
+    norm: Norm
+    looked_up: float
+    projected: float
+    summed: float
+
+    @property
+    def width(self) -> int:
+        return len(self.norm.weight)
 
 
 @dataclass(frozen=True)
 class LayerParts:
     """One layer. `mixer` is its first part: attention, or one with a state. `before` and `before_mlp`
     norm the inputs of that part and of the MLP; `after` and `after_mlp` norm their results. The model lacks a norm that
-    is None. With `experts`, every row uses `mlp`, too, unless it is None."""
+    is None. With `experts`, every row uses `mlp`, too, unless it is None. Behind all parts a row is multiplied by
+    `factor`."""
 
     mixer: Mixer
     mlp: Mlp | None
@@ -222,6 +268,8 @@ class LayerParts:
     after: Norm | None = None
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
+    per_layer: PerLayer | None = None
+    factor: float = 1.0
 
     @property
     def attention(self) -> Attention | None:
@@ -238,31 +286,31 @@ class LayerParts:
 
     @property
     def norms(self) -> tuple[Norm | None, ...]:
-        """The layer's own norms, then those of queries and keys."""
+        """The layer's own norms, then those of queries, keys and values."""
         attention = self.attention
-        return (*self.own_norms, *((attention.q_norm, attention.k_norm) if attention else ()))
+        return (*self.own_norms, *((attention.q_norm, attention.k_norm, attention.v_norm) if attention else ()))
 
     @property
     def products(self) -> tuple[Linear, ...]:
         """All weights that rows are multiplied with, those of experts included."""
-        e = self.experts
+        e, more = self.experts, self.per_layer
         mlps = [each for each in (self.mlp, e and e.all) if each]
         ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
-        return (*self.mixer.products, *ours, *([e.router] if e else []))
+        return (*self.mixer.products, *ours, *([e.router] if e else []), *([more.gate, more.up] if more else []))
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model. All layers have one shape, but some may have experts.
+    """A model. All layers have one shape, but some may have experts, or attention of another shape.
 
     `windows` has each layer's window as the model's code masks it; with None a row attends to all positions.
-    `rotary` is how many dims of a head are rotated. A dim is paired with one of the other half, or with its
-    neighbour if `interleaved`. A row's queries are multiplied by what `factors` has for its position. `centred`
-    norms subtract the mean (layer norm). With `parallel`, attention and MLP read the same state. `embedded`,
-    `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits. tanh bounds
-    scores and logits by `score_cap` and `logit_cap`, unless they are 0. `alpha` and `limit` belong to the
-    activation "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)`, with a gate of at most
-    `limit`.
+    `rotary` is how many dims of a head are rotated; `rotaries` tells it for each of `tables`, where they differ. A dim
+    is paired with one of the other half, or with its neighbour if `interleaved`. A row's queries are multiplied by what
+    `factors` has for its position. `centred` norms subtract the mean (layer norm). With `parallel`, attention and MLP
+    read the same state. `embedded`, `residual` and `logit` are the factors of embeddings, of each layer's two results,
+    and of logits. tanh bounds scores and logits by `score_cap` and `logit_cap`, unless they are 0. `alpha` and `limit`
+    belong to the activation "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)`, with a gate of at
+    most `limit`.
     """
 
     layers: tuple[LayerParts, ...]
@@ -287,11 +335,27 @@ class Description:
     alpha: float = 0.0
     limit: float = 0.0
     windows: tuple[int | None, ...] = ()
+    rotaries: tuple[int, ...] = ()
+    per_layer: PerLayerEmbeddings | None = None
+
+    @property
+    def keeping(self) -> list[int]:
+        """The layers that keep keys and values, by number: those with attention, but for those that share others'."""
+        return [at for at, layer in enumerate(self.layers) if layer.attention and layer.attention.shares is None]
 
     @property
     def attended(self) -> list[int | None]:
-        """The windows of the layers with attention."""
-        return [window for layer, window in zip(self.layers, self.windows, strict=True) if layer.attention is not None]
+        """The windows of the layers that keep keys and values."""
+        return [self.windows[at] for at in self.keeping]
+
+    def shape(self, attention: Attention) -> tuple[int, int]:
+        """Return the heads of keys of one of its layers, and the width of a head."""
+        return attention.shape or (self.kv_heads, self.dim)
+
+    @property
+    def rotated(self) -> tuple[int, ...]:
+        """How many dims of a head each table rotates."""
+        return self.rotaries or (self.rotary,) * len(self.tables)
 
     @property
     def attentions(self) -> list[Attention]:
@@ -321,6 +385,9 @@ class Description:
         """The number that every norm adds to the mean square. Raises NotCovered if norms differ."""
         norms = [norm for layer in self.layers for norm in layer.norms]
         norms += [each.norm for each in self.recurrent if not isinstance(each, Convolution)]
+        norms += [norm for experts in self.experts for norm in experts.norms or ()]
+        norms += [layer.per_layer.after for layer in self.layers if layer.per_layer]
+        norms += [self.per_layer.norm] if self.per_layer else []
         return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
 
     @property

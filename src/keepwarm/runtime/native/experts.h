@@ -6,6 +6,7 @@
 // numbers.
 #pragma once
 
+#include "norms.h"
 #include "products.h"
 
 namespace {
@@ -76,7 +77,8 @@ void choose_row(const Model& m, const Experts& e, const Routes<Rows>& r, int row
     float* const share = r.share + (int64_t)row * e.chosen;
     if (e.sigmoid) choose_by_sigmoid(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
     else choose(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
-    for (int rank = 0; rank < e.chosen; rank++) share[rank] *= factor;
+    const int32_t* const expert = r.expert + (int64_t)row * e.chosen;
+    for (int rank = 0; rank < e.chosen; rank++) share[rank] *= e.scale ? e.scale[expert[rank]] * factor : factor;
 }
 
 // Gives each pair of a row and one of its experts a slot, ordered by expert and then by row.
@@ -176,31 +178,35 @@ void narrow_experts(const Model& m, const Experts& e, const Routes<Rows>& r, flo
     }
 }
 
-// Adds to y the results of a layer's experts and of its own MLP beside them, for the first `rows` rows. With `fresh`, y is
-// set to zero before. The normed input is in h and, without rounding, in b.routes.normed. Threads do not wait for each
-// other at the end.
+// Adds to y the results of a layer's experts and, unless these have norms of their own, of its MLP beside them, for the
+// first `rows` rows. With `fresh`, y is set to zero before. The normed input is in h and, without rounding, in
+// b.routes.normed. Threads do not wait for each other at the end.
 template <class T, class Router, class Rows>
 void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, const Rows& h, int rows, float* y, bool fresh, int id,
                  int of, Barrier& barrier) {
     const Experts& e = w.experts;
     const Routes<Rows>& r = b.routes;
+    const bool beside = w.mlp.inner && !e.after.weight;
     const Rows inner = b.inner.of(w.mlp.inner, rows);
     score_rows<Router>(m, e, r, rows, id, of);
     barrier.wait(of);
     for (int row = id; row < rows; row += of) choose_row(m, e, r, row, fresh ? 1.f : m.residual);
     barrier.wait(of);
     if (id == 0) group(e, r, rows);
+    for (int row = id; row < rows && e.before.weight; row += of)
+        normed(m, b.x + (int64_t)row * m.hidden, e.before, m.hidden,
+               [&](int i, Vec v) { store(r.normed + (int64_t)row * m.hidden + i, v); });
     barrier.wait(of);
     for (int64_t i = id; i < (int64_t)rows * e.chosen; i += of)
         for (int c = 0; c < m.hidden; c += LANES) r.taken.put(r.slot[i], c, load(r.normed + i / e.chosen * m.hidden + c));
     for (int row = id; row < rows && fresh; row += of) std::memset(y + (int64_t)row * m.hidden, 0, m.hidden * sizeof(float));
     barrier.wait(of);
     widen_experts<T>(m, e, r, id, of);
-    if (w.mlp.inner) widen<T>(m, w.mlp, h, inner, rows, id, of);
+    if (beside) widen<T>(m, w.mlp, h, inner, rows, id, of);
     barrier.wait(of);
     if (e.all.down_bias) narrow_experts<T, true>(m, e, r, y, id, of);
     else narrow_experts<T, false>(m, e, r, y, id, of);
-    if (w.mlp.inner)
+    if (beside)
         narrow<T, false>(inner, 0, rows, w.mlp.down, nullptr, m.hidden, nullptr, r.row + r.own, r.factor + r.own, y, id, of);
 }
 

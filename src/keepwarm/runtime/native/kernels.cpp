@@ -13,15 +13,15 @@
 // unit at a time, just before their use: see Region and Work in model.h, and Pages in attention.h.
 
 #include <omp.h>
-#include <vector>
 
 #include "delta.h"
 #include "experts.h"
 #include "guarded.h"
+#include "heads.h"
 #include "lanes.h"
-#include "norms.h"
 #include "products.h"
 #include "tile_lanes.h"
+#include "wanted.h"
 #if defined(QUANTIZED)
 #include "screen_blocks.h"
 #else
@@ -76,54 +76,15 @@ using Narrow = Half;
 using Full = Vectors<float>;
 #endif
 
-// Norms a row and gives it to `put(column, 16 values)`. Without a norm the row is given unchanged.
-template <class Put>
-inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
-    if (!norm.weight)
-        for (int i = 0; i < n; i += LANES) put(i, load(x + i));
-    else if (m.centred)
-        normed<true>(x, norm, n, m.epsilon, put);
-    else
-        normed<false>(x, norm, n, m.epsilon, put);
-}
-
-// Rotates the first dims of one head in place. Most models pair a dim of the first half with one of the second half;
-// some pair neighbours.
-inline void rotate(const Model& m, float* x, const float* c, const float* s) {
-    const int half = m.rotary / 2;
-    auto pair = [&](float& first, float& second, int i) {
-        const float a = first, b = second;
-        first = std::fma(a, c[i], -b * s[i]);
-        second = std::fma(b, c[i], a * s[i]);
-    };
-    if (m.interleaved)
-        for (int i = 0; i < half; i++) pair(x[2 * i], x[2 * i + 1], i);
-    else  // the compiler turns this loop into vectors only if it stands apart
-        for (int i = 0; i < half; i++) pair(x[i], x[i + half], i);
-}
-
-// Norms and rotates a row's queries and keys, and writes its key and value to the row's slot.
+// Writes a token's row of a table, [width], times a factor.
 template <class T>
-void place_row(const Model& m, const Step& s, float* queries, const Layer& w, int layer, int row) {
-    float* q = queries + (int64_t)row * (m.heads + 2 * m.kv_heads) * m.dim;
-    const int64_t at = (int64_t)s.positions[row] * (m.rotary / 2);
-    auto norm = [&](float* x, const Norm& by, int n) {
-        if (by.weight) normed(m, x, by, n, [&](int i, Vec v) { store(x + i, v); });
-    };
-    if (m.wide) norm(q, w.q, m.heads * m.dim), norm(q + m.heads * m.dim, w.k, m.kv_heads * m.dim);
-    for (int head = 0; head < m.heads + m.kv_heads; head++) {
-        float* x = q + head * m.dim;
-        if (!m.wide) norm(x, head < m.heads ? w.q : w.k, m.dim);
-        if (w.cosine) rotate(m, x, w.cosine + at, w.sine + at);
-    }
-    if (w.factors)
-        for (int i = 0; i < m.heads * m.dim; i += LANES) store(q + i, load(q + i) * splat(w.factors[s.positions[row]]));
-    for (int kv = 0; kv < 2; kv++)
-        for (int head = 0; head < m.kv_heads; head++) {
-            const float* from = q + (m.heads + kv * m.kv_heads + head) * m.dim;
-            T* to = address<T>(s, m, s.slots[row], layer, kv, head);
-            for (int i = 0; i < m.dim; i += LANES) store(to + i, load(from + i));
-        }
+inline void look_up(const void* table, int token, int width, float factor, float* to) {
+#if defined(QUANTIZED)
+    look_up((const QuantPanel*)table, token, width, factor, to);
+#else
+    const T* from = (const T*)table + (int64_t)token * width;
+    for (int i = 0; i < width; i += LANES) store(to + i, load(from + i) * splat(factor));
+#endif
 }
 
 // Caps the columns of thread `id` of `of` threads, and rounds them to T, to nearest even, as a model rounds its own
@@ -144,40 +105,48 @@ void finish(float* y, int rows, int n, float cap, int id, int of) {
         }
 }
 
-// The rows of a step whose logits are asked for. Only these continue after the last layer's keys and values are written.
-struct Wanted {
-    Step step;  // its works have only those rows
-    std::vector<int32_t> members, place;
-    std::vector<Work> work;
-    Wanted(const Step& s) : step(s), place(s.rows, -1) {
-        for (int i = 0; i < s.outputs; i++) place[s.wanted[i]] = i;
-        for (int i = 0; i < s.works; i++) {
-            Work some = s.work[i];
-            some.row = members.size();
-            for (int j = 0; j < s.work[i].rows; j++)
-                if (const int row = s.members[s.work[i].row + j]; place[row] >= 0) members.push_back(row);
-            some.rows = members.size() - some.row;
-            if (some.rows) work.push_back(some);
-        }
-        step.works = work.size(), step.work = work.data(), step.members = members.data();
+// Calls `take` with a head's width in vectors, as a constant. Returns false if this build lacks the width.
+template <class Take>
+inline bool with_dim(int dim, Take take) {
+    switch (dim / LANES) {
+        case 1: return take(Count<1>{}), true;
+        case 2: return take(Count<2>{}), true;
+        case 4: return take(Count<4>{}), true;
+        case 8: return take(Count<8>{}), true;
+        case 16: return take(Count<16>{}), true;
+        case 32: return take(Count<32>{}), true;
     }
-    Onward onward() const { return {step.outputs, step.wanted, place.data()}; }
-};
-
-// Whether logits are asked for fewer rows than all, in rising order.
-inline bool fewer(const Step& s) {
-    for (int i = 1; i < s.outputs; i++)
-        if (s.wanted[i] <= s.wanted[i - 1]) return false;
-    return s.outputs < s.rows;
+    return false;
 }
 
-template <class How, int DV>
+// Makes the vectors that the rows' tokens have for each layer, [rows, layers, width]: their own ones, and what is made of
+// their embeddings. `looked` has room for one token's.
+template <class T, class Rows>
+void per_layer_inputs(const Model& m, const Step& s, const Scratch<Rows>& b, int id, int of, Barrier& barrier) {
+    const int width = m.per_layer, all = m.layers * width;
+    float* const looked = b.looked + (int64_t)id * all;
+    rows_of(s.rows, id, of, [&](int row) {
+        normed(m, b.x + (int64_t)row * m.hidden, Norm{}, m.hidden, [&](int i, Vec v) { b.h.put(row, i, v); });
+    });
+    barrier.wait(of);
+    linear<T>(b.h, s.rows, m.per_layer_projection, all, b.inputs, id, of, nullptr, m.projected);
+    barrier.wait(of);
+    rows_of(s.rows, id, of, [&](int row) {
+        look_up<T>(m.per_layer_table, s.tokens[row], all, m.looked_up, looked);
+        for (int layer = 0; layer < m.layers; layer++) {
+            float *const at = b.inputs + (int64_t)row * all + layer * width, *const own = looked + layer * width;
+            normed(m, at, m.per_layer_norm, width, [&](int i, Vec v) { store(at + i, (v + load(own + i)) * splat(m.summed)); });
+        }
+    });
+    barrier.wait(of);
+}
+
+template <class How>
 int forward(const Model& m, Step& s) {
     using T = typename How::Element;
     using Rows = typename How::Rows;
-    using Lanes = typename How::template Lanes<DV>;
     const Scratch<Rows> b(m, s);
-    const int width = (m.heads + 2 * m.kv_heads) * m.dim;
+    const int kept = std::max(last_kept(m), s.first);  // behind this layer, rows without logits are not needed
     const bool few = s.last == m.layers && s.outputs && fewer(s);
     const Wanted wanted(few ? s : Step{});
     int next = 0;
@@ -197,47 +166,85 @@ int forward(const Model& m, Step& s) {
         Adapted<T, Rows> adapted(m, s, id, of, barrier);
 #endif
         // Ends a sublayer: where the model norms its result, x += the normed result. Else `linear` has added it already.
-        auto settle = [&](int rows, const Norm& after) {
+        // Then x is multiplied by `factor`, where there is a norm.
+        auto settle = [&](int rows, const Norm& after, float factor = 1) {
             barrier.wait(of);
             for (int row = id; row < rows && after.weight; row += of) {
                 float* const x = b.x + (int64_t)row * m.hidden;
                 normed(m, b.y + (int64_t)row * m.hidden, after, m.hidden,
-                       [&](int i, Vec v) { store(x + i, fma(v, splat(m.residual), load(x + i))); });
+                       [&](int i, Vec v) { store(x + i, fma(v, splat(m.residual), load(x + i)) * splat(factor)); });
             }
             if (after.weight) barrier.wait(of);
         };
         // x += the result of attention or of the MLP, for the first `rows` rows.
-        auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
+        auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after, float factor = 1) {
             float* const y = after.weight ? b.y : b.x;
 #if defined(ADAPTERS)
             adapted.back(from, rows, weight, y, bias, after.weight ? 1 : m.residual, !after.weight);
 #else
             linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
 #endif
-            settle(rows, after);
+            settle(rows, after, factor);
+        };
+        // x += norm(norm(MLP) + norm(experts)), for the first `rows` rows.
+        auto mix_experts = [&](const Layer& w, int rows, const Rows& h, const Rows& inner) {
+            const Experts& e = w.experts;
+            rows_of(rows, id, of, [&](int row) {
+                norm(row, w.before_mlp, h, row);
+                normed(m, b.x + (int64_t)row * m.hidden, e.scored, m.hidden,
+                       [&](int i, Vec v) { store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+            });
+            barrier.wait(of);
+            widen<T>(m, w.mlp, h, inner, rows, id, of);
+            barrier.wait(of);
+            linear<T>(inner, rows, w.mlp.down, m.hidden, b.y, id, of, nullptr);
+            run_experts<T, typename How::Router>(m, w, b, h, rows, b.z, true, id, of, barrier);
+            barrier.wait(of);
+            for (int row = id; row < rows; row += of) {
+                float *const y = b.y + (int64_t)row * m.hidden, *const z = b.z + (int64_t)row * m.hidden;
+                normed(m, y, e.after_own, m.hidden, [&](int i, Vec v) { store(y + i, v); });
+                normed(m, z, e.after, m.hidden, [&](int i, Vec v) { store(y + i, load(y + i) + v); });
+            }
+            settle(rows, w.after_mlp, w.factor);
+        };
+        // x += norm(up (act(gate x) * vector)), for the first rows, which are `origin` of the step's rows; or all, in order.
+        auto per_layer = [&](const Layer& w, int layer, int rows, const int32_t* origin, const Rows& h) {
+            const int width = m.per_layer;
+            const Rows inner = b.inner.of(width, rows);
+            rows_of(rows, id, of, [&](int row) { norm(row, Norm{}, h, row); });
+            barrier.wait(of);
+            linear<T>(h, rows, w.per_layer.gate, width, b.y, id, of, nullptr);
+            barrier.wait(of);
+            rows_of(rows, id, of, [&](int row) {
+                const float* const own = b.inputs + ((int64_t)(origin ? origin[row] : row) * m.layers + layer) * width;
+                const float* const gate = b.y + (int64_t)row * width;
+                with_activation(m, [&](auto kind) {
+                    for (int i = 0; i < width; i += LANES) inner.put(row, i, activated<kind>(load(gate + i)) * load(own + i));
+                });
+            });
+            barrier.wait(of);
+            linear<T>(inner, rows, w.per_layer.up, m.hidden, b.y, id, of, nullptr);
+            settle(rows, w.per_layer.after, w.factor);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
-#if defined(QUANTIZED)
-            look_up((const QuantPanel*)m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
-#else
-            const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
-            for (int i = 0; i < m.hidden; i += LANES)
-                store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
-#endif
+            look_up<T>(m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
         }
         // Experts' rows need no clearing: their widths fill whole tiles.
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
+        else if (m.per_layer && s.first == 0) per_layer_inputs<T>(m, s, b, id, of, barrier);
         for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
-            rows_of(s.rows, id, of, [&](int row) { norm(row, w.before, b.h, row); });
+            const bool end = layer == kept, behind = layer > kept && few;
+            const Step& t = behind ? wanted.rest : s;
+            const Rows first = b.h.of(m.hidden, t.rows);
+            rows_of(t.rows, id, of, [&](int row) { norm(row, w.before, first, row); });
             barrier.wait(of);
-            const bool end = layer + 1 == m.layers;
-            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
+            const Onward on = end && few ? wanted.onward() : Onward{t.rows};
             const Rows h = b.h.of(m.hidden, on.rows), mixed = b.mixed.of(mixes(m, w), on.rows), inner = b.inner.of(w.mlp.inner, on.rows);
 #if defined(ADAPTERS)
-            adapted.enter(layer);
+            adapted.enter(layer, behind ? s.wanted : nullptr);
 #endif
             // Keeps only the rows that go on. No layer's first part reads x.
             auto go_on = [&] {
@@ -249,9 +256,9 @@ int forward(const Model& m, Step& s) {
             };
             if (w.state >= 0) {
 #if defined(ADAPTERS)
-                adapted.read(b.h, s.rows, reads(m, w), b.q);
+                adapted.read(first, s.rows, reads(m, w), b.q);
 #else
-                linear<T>(b.h, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+                linear<T>(first, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
 #endif
                 barrier.wait(of);
                 const bool last = end && !s.outputs;
@@ -269,32 +276,39 @@ int forward(const Model& m, Step& s) {
                 if (w.delta.heads) gate_results(m, w, b.q, b.made, on, mixed, id, of), barrier.wait(of);
             } else {
 #if defined(ADAPTERS)
-                adapted.read(b.h, s.rows, width, b.q);
-                if (w.gate) adapted.gate(b.h, s.rows, b.made);
+                adapted.read(first, t.rows, reads(m, w), b.q);
+                if (w.gate) adapted.gate(first, t.rows, b.made);
 #else
-                linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
-                if (w.gate) linear<T>(b.h, s.rows, w.gate, m.heads * m.dim, b.made, id, of, w.gate_bias);
+                linear<T>(first, t.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+                if (w.gate) linear<T>(first, t.rows, w.gate, m.heads * w.dim, b.made, id, of, w.gate_bias);
 #endif
                 // This comes late, so that attention finds the layer's keys and values in the processor's cache.
-                if (s.take) s.take(s.job, w.kv);
+                if (s.take && !w.shares) s.take(s.job, w.kv);
                 barrier.wait(of);
                 if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
                     stopped = layer;
                     break;
                 }
                 if (id == 0) next = 0;
-                for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
-                for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
-                    const Move& v = s.move[i / (2 * m.kv_heads)];
+                for (int row = id; row < t.rows; row += of) place_row<T>(m, t, b.q, w, layer, row);
+                const int planes = w.shares ? 0 : 2 * w.kv_heads;
+                for (int i = id; i < s.moves * planes; i += of) {
+                    const Move& v = s.move[i / planes];
                     bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
-                             layer, i % 2, i / 2 % m.kv_heads);
+                             layer, i % 2, i / 2 % w.kv_heads);
                 }
                 barrier.wait(of);
                 if (s.places && layer + 1 == s.last || end && !s.outputs) break;
                 go_on();
-                attention<Lanes>(m, on.row ? wanted.step : s, b, mixed, on, layer, id, of, next, barrier);
+                with_dim(w.dim, [&](auto vectors) {
+                    attention<typename How::template Lanes<vectors>>(m, on.row ? wanted.step : t, b, mixed, on, layer, id, of, next, barrier);
+                });
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
+            if (w.experts.after.weight) {
+                mix_experts(w, on.rows, h, inner);
+                continue;
+            }
             if (w.experts.count) {
                 rows_of(on.rows, id, of, [&](int row) {
                     normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
@@ -303,7 +317,7 @@ int forward(const Model& m, Step& s) {
                 barrier.wait(of);
                 const bool apart = w.after_mlp.weight;
                 run_experts<T, typename How::Router>(m, w, b, h, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
-                settle(on.rows, w.after_mlp);
+                settle(on.rows, w.after_mlp, w.factor);
                 continue;
             }
             rows_of(on.rows, id, of, [&](int row) { norm(row, w.before_mlp, h, row); });
@@ -315,7 +329,8 @@ int forward(const Model& m, Step& s) {
 #endif
             barrier.wait(of);
             if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
-            back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);
+            back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp, m.per_layer ? 1 : w.factor);
+            if (m.per_layer) per_layer(w, layer, on.rows, behind ? s.wanted : on.row, h);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         const Rows h = b.h.of(m.hidden, outputs);
@@ -327,11 +342,6 @@ int forward(const Model& m, Step& s) {
         if (id == 0) s.stopped = stopped;
     }
     return enough ? 0 : NO_MEMORY;
-}
-
-template <int DV>
-int forward(const Model& m, Step& s) {
-    return guarded([&] { return m.is_bf16 ? forward<Narrow, DV>(m, s) : forward<Full, DV>(m, s); });
 }
 
 }  // namespace
@@ -350,7 +360,7 @@ int64_t keepwarm_scratch(const Model* m, const Step* s) {
 // Copies `rows` rows of every layer and head from one place to another. Encoded rows are decoded.
 void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region* to, int64_t at, int64_t rows) {
     for (int layer = 0; layer < m->layers; layer++)
-        for (int i = 0; i < 2 * m->kv_heads && m->layer[layer].kv >= 0; i++)
+        for (int i = 0; i < 2 * m->layer[layer].kv_heads && m->layer[layer].kv >= 0 && !m->layer[layer].shares; i++)
             if (m->is_bf16) bring<bf16>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
             else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }
@@ -358,13 +368,8 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
 // Runs a step's layers [first, last), and the model's head after the last one. Returns 0; 1 if this build lacks the head
 // width; or NO_MEMORY, and then nothing is changed.
 int keepwarm_forward(const Model* m, Step* s) {
-    switch (m->dim / LANES) {
-        case 1: return forward<1>(*m, *s);
-        case 2: return forward<2>(*m, *s);
-        case 4: return forward<4>(*m, *s);
-        case 8: return forward<8>(*m, *s);
-        case 16: return forward<16>(*m, *s);
-    }
-    return 1;
+    for (int layer = 0; layer < m->layers; layer++)
+        if (m->layer[layer].kv >= 0 && !with_dim(m->layer[layer].dim, [](auto) {})) return 1;
+    return guarded([&] { return m->is_bf16 ? forward<Narrow>(*m, *s) : forward<Full>(*m, *s); });
 }
 }

@@ -77,7 +77,7 @@ inline Vec decay(Pair*, Vec x) { return exp2_short(x); }
 template <int LB, int DV, class X>
 inline void gather(const X* p, int stride, const float* factor, const X* const* values, int count, float* const* acc) {
     constexpr int ROWS = PAGE / Operand<X>::MANY;  // operands of a page, per dim
-    constexpr int ONCE = WHOLE ? DV : 1;           // vectors of a value that are handled at once
+    constexpr int ONCE = !WHOLE ? 1 : DV < 16 ? DV : 16;  // vectors of a value that are handled at once
     for (int from = 0; from < DV; from += ONCE) {
         Vec sums[LB][ONCE];
         for (int i = 0; i < LB; i++)
@@ -174,7 +174,7 @@ struct Lanes : LaneList<BLOCK * LANES> {
     Lanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int layer, int kv_head)
         : LaneList(m, s, rows, first, last, layer, kv_head) {
         for (int i = 0; i < vl * LANES; i++) {
-            const float* from = query(m, queries, i);
+            const float* from = query(m, m.layer[layer], queries, i);
             alignas(64) X row[OPERANDS] = {};
             for (int d = 0; from && d < DIM; d += LANES)
                 store((typename Operand<X>::Element*)row + d, load(from + d) * splat(m.scale));

@@ -43,6 +43,10 @@ struct Experts {  // the experts of one layer (experts.h)
     int32_t sigmoid;          // 1 if a share is the sigmoid of a score, and no softmax
     float least, factor;      // of these: they are divided by their sum and `least`, unless it is negative; then multiplied
     const float* correction;  // [count]: is added to the sigmoids for the choice alone; or null
+    const float* scale;       // [count]: an expert's share is multiplied by it; or null
+    // Where experts stand beside the layer's MLP and have norms of their own (Gemma 4): of the row for the router and for
+    // the experts, and of their results and the MLP's, before both are added. Null elsewhere.
+    Norm scored, before, after, after_own;
 };
 
 struct Convolution {  // a short convolution over each channel's last inputs (recurrent.h)
@@ -59,12 +63,20 @@ struct Delta {  // a gated delta net, or Mamba-2 (delta.h)
     int32_t tiled, unused;             // 1 if heads of values that share a head of keys lie `key_heads` apart; 0: side by side
 };
 
+// What a layer adds to a row from a vector that the row's token has for this layer (Gemma 4's per-layer embeddings):
+// x += norm(up (act(gate x) * vector)).
+struct PerLayer {
+    const void *gate, *up;  // [width, hidden], [hidden, width]; null: the layer has none
+    Norm after;
+};
+
 // In a layer with experts, `mlp` is the one that every row uses beside them. In a layer with a convolution, `qkv` gives
 // its two gates and its inputs, [2 gates + inputs, hidden], and `o` takes its results. In a gated delta net, `qkv` gives
 // the convolution's inputs (queries, keys, values), the gate, the step and the decay's rate of each head. In Mamba-2 it
-// is the same, but one rate of a head gives both.
+// is the same, but one rate of a head gives both. A layer that `shares` reads keys and values of an earlier layer, whose
+// number it has in `kv`; its `qkv` gives queries alone.
 struct Layer {
-    Norm before, q, k, after, before_mlp, after_mlp;
+    Norm before, q, k, v, after, before_mlp, after_mlp;
     const float *qkv_bias, *o_bias;
     const float *cosine, *sine;          // [positions, rotary / 2]; null if the layer does not rotate
     const float* factors;                // [positions]: a row's queries are multiplied by it; or null
@@ -75,18 +87,22 @@ struct Layer {
     Experts experts;
     Convolution convolution;
     Delta delta;
+    PerLayer per_layer;
+    int32_t kv_heads, dim;               // of its attention: heads of keys, and a head's width
+    int32_t rotary;                      // how many dims of a head are rotated; they are the first ones
+    int32_t shares;
     int32_t window;                      // how many positions a row attends to, its own included; 0: all
     int32_t kv, state;                   // its number among the layers with keys and values, or with a state; -1: it has none
-    int32_t unused;
+    float factor;                        // a row is multiplied by it behind the layer
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, CLAMPED };
 
 // A model: its weights, and the facts that its code states beside them (decoder.py, families/).
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;  // `inner`: the widest MLP's width
+    int32_t layers, hidden, heads, inner, vocab, is_bf16;  // `inner`: the widest MLP's width
     int32_t experts, chosen, expert;     // the most in any layer, and the widest expert's width; 0 if no layer has experts
-    int32_t rotary;                      // how many dims of a head are rotated; they are the first ones
+    int32_t per_layer;                   // the width of a token's vectors for the layers; 0: it has none
     int32_t interleaved;                 // 1 if neighbouring dims are rotated together; 0 if halves are
     int32_t centred;                     // 1 if norms subtract the mean (layer norm); 0 if they do not (RMS norm)
     int32_t wide;                        // 1 if norms of queries and keys run over all heads at once
@@ -95,11 +111,19 @@ struct Model {
     float epsilon, scale;
     float alpha, limit;                  // constants of the activation `CLAMPED`
     float embedded, residual, logit;     // the factors of embeddings, of each layer's two results, and of logits
+    float looked_up, projected, summed;  // factors of a token's vectors: as looked up, as made of its embedding, of both
     float score_cap, logit_cap;          // tanh bounds scores (as powers of two) and logits by these; 0: no bound
     const void *embedding, *head;        // both [vocab, hidden]: the first as the model has it, the second packed
     const float* errors;                 // [vocab], of a head of bfloat16 in two parts (`bound_errors`, twelve.h); else null
-    Norm norm;
+    const void *per_layer_table;         // [vocab, layers * per_layer], as `embedding`
+    const void *per_layer_projection;    // [layers * per_layer, hidden], packed
+    Norm norm, per_layer_norm;           // the second one is [per_layer]
     const Layer* layer;
+};
+
+struct Plane {  // keys or values of one layer
+    char* base;     // address of head 0, row 0
+    int64_t head;   // distance in bytes from one head to the next
 };
 
 struct Region {  // memory with keys and values: rows of `dim` elements, one after another; or one encoded block
@@ -107,6 +131,7 @@ struct Region {  // memory with keys and values: rows of `dim` elements, one aft
     int64_t value, layer;  // distances in bytes: from keys to values, and from one layer to the next
     int64_t head[2];       // distances in bytes from one head to the next: of keys, and of values
     Coding coding;
+    const Plane* plane;    // [layers with keys and values][2], where layers differ in shape; null: `base` and distances count
 };
 
 struct Move {  // rows to copy before a layer is attended to, so that no page spans two regions
@@ -191,14 +216,15 @@ struct Routes {
     }
 };
 
-// The width of the first product of a layer with a state.
+// The width of a layer's first product.
 inline int reads(const Model& m, const Layer& w) {
+    if (w.state < 0) return (m.heads + (w.shares ? 0 : 2 * w.kv_heads)) * w.dim;
     return w.delta.heads ? w.convolution.channels + w.delta.heads * (w.delta.dim + (w.delta.skip ? 1 : 2)) : 3 * m.hidden;
 }
 
 // The width of what the last product of a layer's first part takes.
 inline int mixes(const Model& m, const Layer& w) {
-    return w.delta.heads ? w.delta.heads * w.delta.dim : w.convolution.kernel ? m.hidden : m.heads * m.dim;
+    return w.delta.heads ? w.delta.heads * w.delta.dim : w.convolution.kernel ? m.hidden : m.heads * w.dim;
 }
 
 // What a layer with `delta` computes of a row before the recurrence: queries, keys and values, [channels]; each head's
@@ -214,7 +240,9 @@ struct Scratch {
                            // `mixed` has room for the results of layers with a state, too
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
+    float* z;              // [rows, hidden]: results of experts that have norms of their own
     float *known, *found;  // see screen.h and screen_blocks.h
+    float *inputs, *looked;  // [rows, layers, per_layer]: tokens' vectors; [threads, layers, per_layer]
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
     int64_t lanes, size;
     int32_t parts, mix;  // `mix`: the widest layer's `mixes`
@@ -230,26 +258,31 @@ struct Scratch {
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
         // The queries lie first, because callers read them between layers.
-        int read = (m.heads + 2 * m.kv_heads) * m.dim, more = 0;
-        mix = m.heads * m.dim;
+        int read = 0, more = 0, dim = 0;
+        bool apart = false;
+        mix = 0;
         for (int layer = 0; layer < m.layers; layer++) {
             const Layer& w = m.layer[layer];
-            if (w.state >= 0) read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w));
-            more = std::max(more, w.delta.heads ? made_of(w) : w.gate ? m.heads * m.dim : 0);
+            read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w)), dim = std::max(dim, w.dim);
+            apart = apart || w.experts.after.weight;
+            more = std::max(more, w.delta.heads ? made_of(w) : w.gate ? m.heads * w.dim : 0);
         }
         q = take((int64_t)s.rows * read);
         made = take((int64_t)s.rows * more);
         h = Rows(m.hidden, s.rows, take(Rows::size(s.rows, m.hidden)));
-        mixed = Rows(m.heads * m.dim, s.rows, take(Rows::size(s.rows, mix)));
+        mixed = Rows(mix, s.rows, take(Rows::size(s.rows, mix)));
         inner = Rows(m.inner, s.rows, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
         y = take(m.layer[0].after.weight || m.layer[0].after_mlp.weight ? (int64_t)s.rows * m.hidden : 0);
+        z = take(apart ? (int64_t)s.rows * m.hidden : 0);
         maximum = take(wide ? 0 : parts * lanes);
         total = take(wide ? 0 : parts * lanes);
-        part = take(wide ? 0 : parts * lanes * m.dim);
+        part = take(wide ? 0 : parts * lanes * dim);
         routes.place(m, s.rows, take);
         known = take(s.largest ? (int64_t)s.outputs * m.hidden / 8 : 0);
         found = take(s.largest ? (int64_t)s.outputs * s.threads : 0);
+        inputs = take((int64_t)s.rows * m.layers * m.per_layer);
+        looked = take((int64_t)s.threads * m.layers * m.per_layer);
         size = p - s.scratch;
     }
 
@@ -259,23 +292,26 @@ struct Scratch {
 
 // Returns where a head's rows begin. `layer` is a number among the layers with keys and values.
 inline char* rows_of(const Region& r, int layer, int kv, int head) {
+    if (r.plane) return r.plane[2 * layer + kv].base + head * r.plane[2 * layer + kv].head;
     return r.base + layer * r.layer + kv * r.value + head * r.head[kv];
 }
 
 // Returns the address of a row. The row must not be encoded.
 template <class T>
 inline T* address(const Step& s, const Model& m, int64_t place, int layer, int kv, int head) {
-    return (T*)rows_of(s.regions[place >> 32], m.layer[layer].kv, kv, head) + (place & 0xffffffff) * m.dim;
+    const Layer& w = m.layer[layer];
+    return (T*)rows_of(s.regions[place >> 32], w.kv, kv, head) + (place & 0xffffffff) * w.dim;
 }
 
 // Copies rows of one head to another region. Encoded rows are decoded.
 template <class T>
 inline void bring(const Model& m, const Region& from, int64_t row, const Region& to, int64_t at, int64_t rows, int layer,
                   int kv, int head) {
-    const char* source = rows_of(from, m.layer[layer].kv, kv, head);
-    T* target = (T*)rows_of(to, m.layer[layer].kv, kv, head) + at * m.dim;
-    if (from.coding.bits) decode_rows(from.coding, source, kv, m.dim, row, rows, target);
-    else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
+    const Layer& w = m.layer[layer];
+    const char* source = rows_of(from, w.kv, kv, head);
+    T* target = (T*)rows_of(to, w.kv, kv, head) + at * w.dim;
+    if (from.coding.bits) decode_rows(from.coding, source, kv, w.dim, row, rows, target);
+    else std::memcpy(target, (const T*)source + row * w.dim, rows * w.dim * sizeof(T));
 }
 
 // Stores 16 sums of one row, or only the first `columns`: y (+)= (value + bias) factor. Without SCALED there is no factor.

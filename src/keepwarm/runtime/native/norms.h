@@ -23,4 +23,15 @@ inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put p
         for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
 }
 
+// Norms a row and gives it to `put(column, 16 values)`. Without a norm the row is given unchanged.
+template <class Put>
+inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
+    if (!norm.weight)
+        for (int i = 0; i < n; i += LANES) put(i, load(x + i));
+    else if (m.centred)
+        normed<true>(x, norm, n, m.epsilon, put);
+    else
+        normed<false>(x, norm, n, m.epsilon, put);
+}
+
 }  // namespace

@@ -18,6 +18,7 @@ from keepwarm.runtime.native.description import (
     LayerParts,
     Mlp,
     Norm,
+    PerLayer,
     Recurrent,
     Sigmoid,
     StateSpace,
@@ -30,6 +31,7 @@ from keepwarm.runtime.native.structures import (
     LayerRecord,
     MlpRecord,
     NormRecord,
+    PerLayerRecord,
 )
 from keepwarm.runtime.native.twelve import Panels
 
@@ -80,12 +82,14 @@ class Packing:
             qkv=self.packed(*(part.weight for part in reads)),
             o=self.packed(mixer.o.weight),
             mlp=MlpRecord() if parts.mlp is None else self._mlp(parts.mlp),
+            per_layer=PerLayerRecord() if parts.per_layer is None else self._per_layer(parts.per_layer),
+            factor=parts.factor,
             experts=ExpertsRecord() if parts.experts is None else self._experts(parts.experts),
         )
         if not isinstance(mixer, Attention):
             self._recurrent(record, mixer)
             return record
-        record.q, record.k = self.norm(mixer.q_norm), self.norm(mixer.k_norm)
+        record.q, record.k, record.v = map(self.norm, (mixer.q_norm, mixer.k_norm, mixer.v_norm))
         record.sinks = None if mixer.sinks is None else self._floats(mixer.sinks.float() * LOG2E)
         if mixer.gate is not None:
             record.gate, record.gate_bias = self.packed(mixer.gate.weight), self._floats(mixer.gate.bias)
@@ -138,10 +142,14 @@ class Packing:
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
         are packed. If the head is the same tensor, its packed form at the address `packed` serves for both."""
-        if isinstance(table, torch.Tensor):
-            return self.address(table)
-        is_tied = isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr()
-        return packed if is_tied else self._in_blocks([table])
+        both = isinstance(table, Blocks) and isinstance(head, Blocks)
+        is_tied = both and table.raw.data_ptr() == head.raw.data_ptr()
+        return packed if is_tied else self.table(table)
+
+    def table(self, table: torch.Tensor | Blocks) -> int:
+        """Return the address of a table of tokens' rows. It stays as the model has it, or is packed if it is in
+        blocks."""
+        return self.address(table) if isinstance(table, torch.Tensor) else self._in_blocks([table])
 
     def address(self, tensor: torch.Tensor) -> int:
         self._held.append(tensor.detach())
@@ -158,10 +166,14 @@ class Packing:
             inner=parts.down.weight.shape[-1],
         )
 
+    def _per_layer(self, parts: PerLayer) -> PerLayerRecord:
+        gate, up = self.packed(parts.gate.weight), self.packed(parts.up.weight)
+        return PerLayerRecord(gate=gate, up=up, after=self.norm(parts.after))
+
     def _experts(self, parts: Experts) -> ExpertsRecord:
         sigmoid = parts.sigmoid or Sigmoid(None, None, 1.0)
         router = _stacked([parts.router.weight, parts.gate])
-        return ExpertsRecord(
+        record = ExpertsRecord(
             router=self._floating(router.float() if isinstance(parts.all.up.weight, Blocks) else router),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
@@ -173,7 +185,11 @@ class Packing:
             least=-1.0 if sigmoid.least is None else sigmoid.least,
             factor=sigmoid.factor,
             correction=self._floats(sigmoid.correction),
+            scale=self._floats(parts.scale),
         )
+        if parts.norms is not None:
+            record.scored, record.before, record.after, record.after_own = map(self.norm, parts.norms)
+        return record
 
     def _floating(self, weight: torch.Tensor) -> int:
         """Copy a weight as the kernels for floats read it, and return its address."""

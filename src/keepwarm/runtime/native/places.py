@@ -6,7 +6,7 @@ rows of one region. A *unit* is eight pages. Sequences that name the same pages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -34,8 +34,9 @@ class Region:
     """Memory whose rows hold keys or values of one head; or one encoded block, whose rows are counted from its start.
 
     `base` is the address of layer 0's keys, head 0, row 0. The other numbers are distances in bytes: `value` from keys
-    to values, `layer` from one layer to the next, `heads` from one head to the next, of keys and of values. The region
-    keeps `memory` alive.
+    to values, `layer` from one layer to the next, `heads` from one head to the next, of keys and of values. Where
+    layers differ in shape, `planes` count instead: for each layer's keys, and then its values, the address and the
+    distance from one head to the next. The region keeps `memory` alive.
     """
 
     DTYPE: ClassVar[Any] = np.dtype([
@@ -44,6 +45,7 @@ class Region:
         ("layer", "<i8"),
         ("heads", "<i8", 2),
         ("coding", CODING),
+        ("planes", "<i8"),
     ])
     base: int
     value: int
@@ -51,6 +53,16 @@ class Region:
     heads: tuple[int, int]
     coding: tuple[int, bool, int, int] = RAW  # how a block is encoded (`core.codecs.Codec.coding`)
     memory: Any = field(default=None, compare=False, repr=False)
+    planes: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)  # `[planes, 2]`
+
+    @classmethod
+    def of(cls, planes: Sequence[tuple[int, int]], shapes: Collection[tuple[int, ...]], memory: Any = None) -> Region:
+        """Return a region of these `planes` (keys, values, the next layer's keys, ...). `shapes` are theirs,
+        without repetitions. Planes of one shape must have equal distances."""
+        (base, head), (value, _) = planes[:2]
+        if len(shapes) == 1:
+            return cls.even(base, value - base, head, memory)
+        return cls(base, 0, 0, (0, 0), memory=memory, planes=np.array(planes, dtype=np.int64))
 
     @classmethod
     def even(cls, base: int, plane: int, head: int, memory: Any = None) -> Region:
@@ -63,7 +75,8 @@ class Region:
 
     @property
     def record(self) -> tuple[Any, ...]:
-        return self.base, self.value, self.layer, self.heads, self.coding
+        planes = 0 if self.planes is None else self.planes.ctypes.data
+        return self.base, self.value, self.layer, self.heads, self.coding, planes
 
 
 @dataclass(frozen=True, eq=False)

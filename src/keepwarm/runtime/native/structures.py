@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16", "experts", "chosen", "expert")
-_FACTS = ("rotary", "interleaved", "centred", "wide", "parallel", "activation")
-_FACTORS = ("epsilon", "scale", "alpha", "limit", "embedded", "residual", "logit", "score_cap", "logit_cap")
+_NUMBERS = ("layers", "hidden", "heads", "inner", "vocab", "is_bf16", "experts", "chosen", "expert")
+_FACTS = ("per_layer", "interleaved", "centred", "wide", "parallel", "activation")
+_FACTORS = (
+    *("epsilon", "scale", "alpha", "limit", "embedded", "residual", "logit"),
+    *("looked_up", "projected", "summed", "score_cap", "logit_cap"),
+)
 
 
 def _pointers(*names: str) -> tuple[tuple[str, type[ctypes.c_void_p]], ...]:
@@ -32,7 +35,8 @@ class ExpertsRecord(ctypes.Structure):
         *_integers("count", "chosen", "over_all", "gates", "sigmoid"),
         ("least", ctypes.c_float),
         ("factor", ctypes.c_float),
-        *_pointers("correction"),
+        *_pointers("correction", "scale"),
+        *((name, NormRecord) for name in ("scored", "before", "after", "after_own")),
     )
 
 
@@ -47,15 +51,21 @@ class DeltaRecord(ctypes.Structure):
     )
 
 
+class PerLayerRecord(ctypes.Structure):
+    _fields_ = (*_pointers("gate", "up"), ("after", NormRecord))
+
+
 class LayerRecord(ctypes.Structure):
     _fields_ = (
-        *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
+        *((name, NormRecord) for name in ("before", "q", "k", "v", "after", "before_mlp", "after_mlp")),
         *_pointers("qkv_bias", "o_bias", "cosine", "sine", "factors", "sinks", "gate_bias", "qkv", "o", "gate"),
         ("mlp", MlpRecord),
         ("experts", ExpertsRecord),
         ("convolution", ConvolutionRecord),
         ("delta", DeltaRecord),
-        *_integers("window", "kv", "state", "unused"),
+        ("per_layer", PerLayerRecord),
+        *_integers("kv_heads", "dim", "rotary", "shares", "window", "kv", "state"),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -63,8 +73,9 @@ class ModelRecord(ctypes.Structure):
     _fields_ = (
         *_integers(*_NUMBERS, *_FACTS),
         *((name, ctypes.c_float) for name in _FACTORS),
-        *_pointers("embedding", "head", "errors"),
+        *_pointers("embedding", "head", "errors", "per_layer_table", "per_layer_projection"),
         ("norm", NormRecord),
+        ("per_layer_norm", NormRecord),
         ("layer", ctypes.POINTER(LayerRecord)),
     )
 

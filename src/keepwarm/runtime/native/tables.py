@@ -21,12 +21,12 @@ class RotaryTables:
     depend on how many positions there are. The first piece is part of the arithmetic identity."""
 
     def __init__(
-        self, makers: Sequence[Table], width: int, device: torch.device, factors: Factors | None = None
+        self, makers: Sequence[Table], rotated: Sequence[int], device: torch.device, factors: Factors | None = None
     ) -> None:
-        """`width` is the number of pairs of dims that each of `makers` rotates."""
+        """`rotated` are the numbers of dims that the `makers` rotate."""
         self._makers, self._device, self._factors_of = makers, device, factors
-        empty = torch.empty(0, width, dtype=torch.float32, device=device)
-        self.pairs: list[Pair] = [(empty, empty) for _ in makers]
+        empty = [torch.empty(0, dims // 2, dtype=torch.float32, device=device) for dims in rotated]
+        self.pairs: list[Pair] = [*zip(empty, empty, strict=True)]
         self.factors = None if factors is None else torch.empty(0, device=device)  # `[positions]`
         self.reached = 0
         self.grow(_PIECE)

@@ -44,7 +44,7 @@ struct TileLanes : LaneList<8 * LANES> {
             for (int k = 0; k < STEPS; k++) {
                 __m512i turned[LANES];
                 for (int i = 0; i < LANES; i++) {
-                    const float* from = query(m, queries, v * LANES + i);
+                    const float* from = query(m, m.layer[layer], queries, v * LANES + i);
                     alignas(64) bf16 pairs[DEEP] = {};
                     for (int d = 0; from && d < DEEP && k * DEEP + d < DIM; d += LANES)
                         store(pairs + d, load(from + k * DEEP + d) * splat(m.scale));

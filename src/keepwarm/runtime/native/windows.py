@@ -13,10 +13,10 @@ def differing(found: Description, windows: Sequence[int | None]) -> str:
     in positions; empty if it can. None stands for all positions."""
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
-    attending = [at for at, layer in enumerate(found.layers) if layer.attention is not None]
-    apart = [each for each in zip(attending, found.attended, windows, strict=False) if each[1] != each[2]]
-    if len(windows) != len(attending):
-        return f"a cache of {len(windows)} layers with keys for a model of {len(attending)}"
+    keeping = found.keeping
+    apart = [each for each in zip(keeping, found.attended, windows, strict=False) if each[1] != each[2]]
+    if len(windows) != len(keeping):
+        return f"a cache of {len(windows)} layers with keys for a model of {len(keeping)}"
     return _told(*apart[0]) if apart else ""
 
 

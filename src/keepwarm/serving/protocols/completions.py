@@ -28,7 +28,7 @@ from keepwarm.serving.protocols.errors import ApiError, Protocol, unsupported
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted, serving
+from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, asked_for, noted
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
@@ -38,7 +38,7 @@ async def completions(
     body: shapes.CompletionRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Continue a text or token ids, streamed or whole."""
-    service = await serving(request, body.model)
+    service = await asked_for(request, body)
     arguments = sampling(body, default_temperature=1.0)
     arguments["max_new_tokens"] = new_tokens(
         body.max_tokens if body.max_tokens is not None else 16, service.config.limits

@@ -33,7 +33,7 @@ from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ModelsOf, ServiceOf, SessionId, noted, serving
+from keepwarm.serving.tenancy.access import Calling, ModelsOf, ServiceOf, SessionId, asked_for, noted
 from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
@@ -76,7 +76,7 @@ async def chat(
     body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Answer a conversation, streamed or whole."""
-    service = await serving(request, body.model)
+    service = await asked_for(request, body)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
 
     def asked() -> tuple[dict[str, Any], list[Asked], About]:

@@ -25,7 +25,7 @@ from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import responses as shapes
 from keepwarm.serving.schemas.openai import ErrorResponse, JsonFormat
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, LookingService, ServiceOf, SessionId, noted, serving
+from keepwarm.serving.tenancy.access import Calling, LookingService, ServiceOf, SessionId, asked_for, noted
 from keepwarm.serving.tenancy.tenants import Caller
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def create(
     body: shapes.ResponsesRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Answer a conversation, streamed or whole."""
-    service = await serving(request, body.model)
+    service = await asked_for(request, body)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
     earlier = await _earlier(body, request, service, caller)
 

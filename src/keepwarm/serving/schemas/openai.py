@@ -12,6 +12,7 @@ from keepwarm.serving.schemas.common import (
     CacheControl,
     CacheSalt,
     KeepwarmShown,
+    RequestedModel,
     ReuseMode,
     Shown,
     Stop,
@@ -151,7 +152,7 @@ class CacheOptions(Body):
 class Choosing(Body):
     """How tokens are chosen, and fields that all kinds of requests have."""
 
-    model: str
+    model: RequestedModel = ""
     temperature: Number | None = Field(None, ge=0, le=2)
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="not OpenAI's; 0 and -1: all tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Header, Query, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
@@ -23,6 +23,12 @@ _header = APIKeyHeader(name="x-api-key", auto_error=False, description="The same
 ModelParam = Annotated[
     str | None, Query(alias="model", max_length=200, description="where there are several: whose view is wanted")
 ]
+
+
+class AsksModel(Protocol):
+    """A request's body. `model` is empty if the request names none."""
+
+    model: str
 
 
 async def service_of(request: Request) -> Service:
@@ -67,6 +73,14 @@ async def serving(request: Request, model: str | None, *, looks: bool = False) -
         owner = "" if caller.salt is None else caller.tenant
         hold = await models.hold(service, owner, partial(disconnected, request.receive), looks=looks)
         request.scope["state"].setdefault("holds", []).append(hold)
+    return service
+
+
+async def asked_for(request: Request, body: AsksModel) -> Service:
+    """Return the service for the model that a request's body names, as `serving` does. A body that names none gets the
+    first model's name."""
+    service = await serving(request, body.model or None)
+    body.model = body.model or service.model_id
     return service
 
 

@@ -16,6 +16,7 @@ from keepwarm.runtime.native.families import (
     cohere,
     exaone,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -45,6 +46,8 @@ _FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows
     "FlexOlmoForCausalLM": (olmoe.describe_flex, windows.none),
     "Gemma2ForCausalLM": (gemma.describe_second, windows.by_type),
     "Gemma3ForCausalLM": (gemma.describe, windows.by_type),
+    "Gemma4ForCausalLM": (gemma4.describe, windows.by_type),
+    "Gemma4UnifiedForCausalLM": (gemma4.describe, windows.by_type),
     "GemmaForCausalLM": (gemma.describe_first, windows.none),
     "Glm4ForCausalLM": (glm.describe, windows.none),
     "Glm4MoeForCausalLM": (mixtral.describe, windows.none),
@@ -100,7 +103,8 @@ def described(model: Any, *, anywhere: bool = False) -> Description:
     if other := next((module for module in model.modules() if not _is_plain(module)), None):
         raise NotCovered(f"modules that are not plain, quantized or with an adapter ({type(other).__name__})")
     config = model.config
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+    ahead = getattr(config, "use_bidirectional_attention", None)  # "vision": only tokens of pictures
+    if ahead not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise NotCovered("attention to what follows")
     tensors = list(model.parameters())
     dtype, device = tensors[0].dtype, tensors[0].device

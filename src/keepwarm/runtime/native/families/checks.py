@@ -23,7 +23,7 @@ from keepwarm.runtime.native.description import (
     StateSpace,
 )
 
-_DIMS = (16, 32, 64, 128, 256)
+_DIMS = (16, 32, 64, 128, 256, 512)
 _LANES = 16
 _DEEP = 32  # the matrix units multiply so many elements at once
 _MOST_EXPERTS = 1024  # as in model.h
@@ -43,30 +43,74 @@ def check(found: Description, layers: int) -> None:
     _ = found.epsilon, found.scaling  # both raise NotCovered if layers differ
     _check_blocks(found)
     _check_shapes(found)
-    inner = {mlp.down.weight.shape[1] for mlp in found.mlps}
-    if found.dim not in _DIMS or any(
-        width % _LANES for width in {found.head.shape[1], found.heads * found.dim, *inner}
-    ):
+    inner, dims = {mlp.down.weight.shape[1] for mlp in found.mlps}, _dims(found)
+    widths = {found.head.shape[1], *(found.heads * dim for dim in dims), *inner}
+    if not dims <= {*_DIMS} or any(width % _LANES for width in widths):
         raise NotCovered("widths that are no multiple of 16, or an unusual head width")
-    if found.rotary % 2 or found.rotary > found.dim:
-        raise NotCovered(f"a rotary embedding of {found.rotary} dims")
+    if (len(inner) > 1 or len(dims) > 1 or found.per_layer) and any(width % _DEEP for width in widths):
+        raise NotCovered("layers of different widths, which are no multiples of 32")  # they share scratch memory
+    for attention in found.attentions:
+        dims_rotated = 0 if attention.table is None else found.rotated[attention.table]
+        if dims_rotated % 2 or dims_rotated > found.shape(attention)[1]:
+            raise NotCovered(f"a rotary embedding of {dims_rotated} dims")
+    _check_shared(found)
+    _check_per_layer(found)
     if found.experts:
         _check_experts(found)
     if found.recurrent:
         _check_recurrent(found)
 
 
+def _dims(found: Description) -> set[int]:
+    """Return the widths of all layers' heads."""
+    return {found.shape(attention)[1] for attention in found.attentions}
+
+
+def _check_shared(found: Description) -> None:
+    """Check layers that read keys and values of others: these must keep some, and have the same shape and window."""
+    for at, layer in enumerate(found.layers):
+        attention = layer.attention
+        if attention is None or attention.shares is None:
+            continue
+        other = found.layers[attention.shares].attention
+        if attention.shares >= at or attention.shares not in found.keeping or other is None or found.wide_norms:
+            raise NotCovered(f"layer {at} reads what layer {attention.shares} does not keep")
+        alike = found.shape(other) == found.shape(attention) and other.k.weight is attention.k.weight
+        if not alike or found.windows[at] != found.windows[attention.shares]:
+            raise NotCovered(f"layer {at} has another shape or window than layer {attention.shares}, which it reads")
+
+
+def _check_per_layer(found: Description) -> None:
+    """Check per-layer embeddings: all layers have them or none, and their last norms take the layers' factors."""
+    parts, hidden = found.per_layer, found.head.shape[1]
+    if any((layer.per_layer is None) != (parts is None) for layer in found.layers):
+        raise NotCovered("per-layer embeddings of some layers alone")
+    if any(layer.factor != 1 and layer.after_mlp is None for layer in found.layers) or (
+        parts and (found.parallel or found.experts or not found.layers[0].after_mlp)
+    ):
+        raise NotCovered("per-layer embeddings or factors of layers, and no norm behind the MLP")
+    if parts is None:
+        return
+    width, each = parts.width, len(found.layers) * parts.width
+    if width % _DEEP or width > min(hidden, *(mlp.down.weight.shape[1] for mlp in found.mlps)):
+        raise NotCovered(f"per-layer embeddings of {width} dims")
+    _refuse("the model", "the table of per-layer embeddings", parts.table, (found.head.shape[0], each))
+    for name, tensor, shape in _linear("their projection", parts.projection, each, hidden):
+        _refuse("the model", name, tensor, shape)
+
+
 def _check_blocks(found: Description) -> None:
     """Check weights in blocks. A separate library computes with them; only routers are floats there."""
     routers = [id(each.router) for each in found.experts]
     products = [each for layer in found.layers for each in layer.products if id(each) not in routers]
-    weights = [found.head, found.embedding, *(each.weight for each in products)]
+    more = [found.per_layer.table, found.per_layer.projection.weight] if found.per_layer else []
+    weights = [found.head, found.embedding, *more, *(each.weight for each in products)]
     blocks = [each for each in weights if isinstance(each, Blocks)]
     if not blocks:
         return
     if len(blocks) < len(weights):
         raise NotCovered("weights of which only some are in blocks")
-    if found.dim % COLUMNS or any(each.columns % COLUMNS for each in blocks):
+    if any(dim % COLUMNS for dim in _dims(found)) or any(each.columns % COLUMNS for each in blocks):
         raise NotCovered(f"weights in blocks, and widths that are no multiple of {COLUMNS}")
     if not all(each.is_whole for each in blocks):
         raise NotCovered("blocks of another kind or length")
@@ -86,6 +130,8 @@ def _check_experts(found: Description) -> None:
             continue
         if found.parallel or layer.experts.all.gate is None or (layer.mlp and layer.mlp.down.bias is not None):
             raise NotCovered("experts of another shape")
+        if layer.experts.norms and (layer.mlp is None or layer.mlp.up.bias is not None or layer.after_mlp is None):
+            raise NotCovered("experts with norms of their own, and no plain MLP beside them")
         if not 0 < layer.experts.chosen <= len(layer.experts.router.weight) <= _MOST_EXPERTS:
             raise NotCovered(f"{layer.experts.chosen} of {len(layer.experts.router.weight)} experts")
 
@@ -138,18 +184,24 @@ def _refuse(where: str, name: str, tensor: _Tensor, shape: tuple[int, ...]) -> N
 
 
 def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
-    """Yield the tensors of one layer. All MLPs are as wide as the first one, unless there are experts."""
+    """Yield the tensors of one layer."""
     hidden = found.head.shape[1]
     yield from _mixer(found, layer.mixer, hidden)
     for name, norm in zip(("before", "after", "before_mlp", "after_mlp"), layer.own_norms, strict=True):
         yield from _norm(name, norm, hidden)
     if layer.mlp is not None:
-        own = layer.mlp if found.experts else found.mlps[0]
-        yield from _mlp("", layer.mlp, (own.down.weight.shape[-1], hidden))
+        yield from _mlp("", layer.mlp, (layer.mlp.down.weight.shape[-1], hidden))
+    if layer.per_layer is not None and found.per_layer is not None:
+        yield from _linear("the per-layer gate", layer.per_layer.gate, found.per_layer.width, hidden)
+        yield from _linear("the per-layer product", layer.per_layer.up, hidden, found.per_layer.width)
+        yield from _norm("the per-layer norm", layer.per_layer.after, hidden)
     if layer.experts is not None:
         count, inner = len(layer.experts.router.weight), layer.experts.all.down.weight.shape[-1]
         yield from _linear("router", layer.experts.router, count, hidden)
         yield "the shared expert's gate", layer.experts.gate, (1, hidden)
+        yield "factors of experts", layer.experts.scale, (count,)
+        for norm in layer.experts.norms or ():
+            yield from _norm("a norm of experts", norm, hidden)
         if layer.experts.sigmoid is not None:
             yield "the router's correction", layer.experts.sigmoid.correction, (count,)
         yield from _mlp("experts' ", layer.experts.all, (inner, hidden), (count,))
@@ -185,7 +237,10 @@ def _matrices(net: DeltaNet | StateSpace, hidden: int) -> Iterator[_Shape]:
 
 
 def _attention(found: Description, mixer: Attention, hidden: int) -> Iterator[_Shape]:
-    queries, keys = found.heads * found.dim, found.kv_heads * found.dim
+    kv_heads, dim = found.shape(mixer)
+    queries, keys = found.heads * dim, kv_heads * dim
+    if found.heads % kv_heads:
+        raise NotCovered(f"{found.heads} heads for {kv_heads} of keys")
     yield from _linear("q", mixer.q, queries, hidden)
     yield from _linear("k", mixer.k, keys, hidden)
     yield from _linear("v", mixer.v, keys, hidden)
@@ -193,9 +248,10 @@ def _attention(found: Description, mixer: Attention, hidden: int) -> Iterator[_S
     if mixer.gate is not None:
         yield from _linear("gate", mixer.gate, queries, hidden)
     yield "sinks", mixer.sinks, (found.heads,)
-    heads = (queries, keys) if found.wide_norms else (found.dim, found.dim)
+    heads = (queries, keys) if found.wide_norms else (dim, dim)
     yield from _norm("q_norm", mixer.q_norm, heads[0])
     yield from _norm("k_norm", mixer.k_norm, heads[1])
+    yield from _norm("v_norm", mixer.v_norm, dim)
 
 
 def _norm(name: str, norm: Norm | None, width: int) -> Iterator[_Shape]:

@@ -67,12 +67,9 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
     body, config = model.model, model.config
     if model.lm_head.bias is not None:
         raise NotCovered("a bias of the head")
-    facts = {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "embedding": weight(body.embed_tokens),
-        "head": weight(model.lm_head),
-    }
+    facts = {"heads": config.num_attention_heads, "embedding": weight(body.embed_tokens), "head": weight(model.lm_head)}
+    if "kv_heads" not in others:
+        facts["kv_heads"] = config.num_key_value_heads
     if "dim" not in others:
         facts["dim"] = alike([layer.self_attn.head_dim for layer in body.layers], "head widths")
     if "norm" not in others:
