@@ -4,7 +4,8 @@
 
 MODEL is a folder, say of Gemma 3 270M, or a GGUF file, whose weights transformers widens. With `--random` it gives
 its tokenizer to a model of random weights, whose times are those of any weights: a small Qwen3-MoE (8 layers of 32
-experts, four for each token), or a hybrid of the shape of LFM2 350M (10 short convolutions, 6 layers with attention),
+experts, four for each token), one of Gemma 4's form with half of E2B's widths (20 layers, of which 10 share keys and
+values), or a hybrid of the shape of LFM2 350M (10 short convolutions, 6 layers with attention),
 Granite 4 H 350M (28 layers of Mamba-2, 4 with attention) or Qwen3.5 0.8B (18 gated delta nets, 6 with attention).
 `decode`: milliseconds per token, greedy, after the prefix. `hit`: a question of 24 tokens after a prefix that is
 there. For Keepwarm that is a whole `generate` of one token with its lookup, the prefix resident in memory. For
@@ -83,6 +84,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 4,
+            "hidden_size_per_layer_input": 128,
+            "num_kv_shared_layers": 10,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "qwen3.5": hybrids.SHAPES["qwen3.5-0.5b"],
 }
 
@@ -92,7 +108,10 @@ def random_model(name: str, tokenizer: Path, parent: Path) -> Path:
     folder = parent / f"random-{name}"
     reader = AutoTokenizer.from_pretrained(tokenizer)
     kind, settings = SHAPES[name]
-    config = AutoConfig.for_model(kind, vocab_size=len(reader), eos_token_id=reader.eos_token_id, **settings)
+    sizes = {"vocab_size": len(reader), "eos_token_id": reader.eos_token_id}
+    if "hidden_size_per_layer_input" in settings:
+        sizes["vocab_size_per_layer_input"] = len(reader)
+    config = AutoConfig.for_model(kind, **sizes, **settings)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     reader.save_pretrained(folder)

@@ -37,7 +37,7 @@ _SPEED = (
 _QWEN = "{models}/qwen2.5-0.5b"
 _FAMILIES = "{python} benchmarks/families.py %s --rounds 5 --out {out}/families.jsonl"
 # Shapes, and whose vocabulary they have: one that is like the real model's.
-_RANDOM = {"qwen3-moe": _QWEN, "lfm2": "{demo}", "granite4": _QWEN}
+_RANDOM = {"qwen3-moe": _QWEN, "lfm2": "{demo}", "granite4": _QWEN, "gemma4": "{demo}"}
 _CLIENTS = ("qwen-code", "opencode", "openai-agents", "pydantic-ai", "ai-sdk", "openai-ts", "claude", "aider", "codex")
 _FIELD = ("prefix_repetition", "multi_turn", "long_doc_qa", "multi_round_chat", "agentic_code")
 _MOONCAKE = "{traces}/mooncake_conversation.jsonl {traces}/mooncake_synthetic.jsonl"

@@ -47,9 +47,20 @@ _GROWING = {
         "original_max_position_embeddings": 16,
     },
 }
+_FOURTH = {
+    "global_head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window": 64,
+}
+_BY_FOUR = {"model_type": "gemma4_vision", "patch_size": 14, "head_dim": 16, "num_key_value_heads": 2}
 # By the class of the language model alone: the type of the whole, and settings of its text and of its pictures.
 WHOLES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma 3": ("Gemma3ForCausalLM", "gemma3", {}, _SEEN | {"patch_size": 14}),
+    "gemma 4": ("Gemma4ForCausalLM", "gemma4", _FOURTH, _SEEN | _BY_FOUR),
     "mistral small": ("MistralForCausalLM", "mistral3", {}, _SEEN | {"patch_size": 14}),
     "ministral 3": ("Ministral3ForCausalLM", "mistral3", _GROWING, _SEEN | {"patch_size": 14}),
     "qwen 2 vl": (
@@ -71,7 +82,8 @@ def settings(name: str, **changes: Any) -> PreTrainedConfig:
     _, kind, text, pictures = WHOLES[name]
     told = AutoConfig.for_model(kind).to_dict()
     told["text_config"] |= _TEXT | text | changes
-    told["vision_config"] |= pictures
+    told["text_config"].pop("per_layer_config", None)  # it is that of other layers
+    told["vision_config"] = (told["vision_config"] or {}) | pictures
     for unused in ("layer_types", "attention_types"):
         if told["text_config"].get(unused, 0) is None:
             del told["text_config"][unused]
@@ -113,7 +125,7 @@ def test_the_language_model_alone_computes_what_the_whole_does(
 
 
 @pytest.mark.host_memory("the lean decoder attends to the host's memory")
-@pytest.mark.parametrize("name", ["gemma 3", "ministral 3"])
+@pytest.mark.parametrize("name", ["gemma 3", "gemma 4", "ministral 3"])
 def test_it_is_served_from_its_folder(tmp_path: Path, tokenizer: Any, name: str) -> None:
     whole(tmp_path, name, vocab_size=VOCABULARY)
     tokenizer.save_pretrained(tmp_path)

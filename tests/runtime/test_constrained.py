@@ -271,6 +271,15 @@ def test_tables_are_built_once(tokenizer: Any) -> None:
         assert engine.stats().constraint_tables_ms == took > again.timings["constrain"] > 0
 
 
+def test_a_tokenizer_may_have_more_tokens_than_the_model_knows(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama", vocab_size=300), tokenizer)) as engine:
+        engine.pipeline.constraints.prepare()
+        digit = {"type": "integer", "minimum": 0, "maximum": 9}
+        answer = engine.generate([7, 8, 9], response_schema=digit, max_new_tokens=8)
+        assert 0 <= json.loads(answer.text) <= 9
+        assert max(answer.token_ids) < 300
+
+
 def test_a_stop_string_in_the_last_token_is_not_part_of_the_text(llama: Engine) -> None:
     pieces = list(llama.stream(**asked(response_schema=PARAMETERS, stop=["}"], temperature=1.0, seed=4)))
     result = pieces[-1].result

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,13 +169,21 @@ class Constraints:
                         "this model's tokenizer has no fast form (tokenizer.json), which tool_choice and "
                         "response_schema need: leave them out, or convert the tokenizer"
                     )
-                ends = sorted(self._stop_tokens) or None
-                known = _guide().LLTokenizer(described, n_vocab=self._size, eos_token=ends)
+                known = self._described(described)
                 added = self._tokenizer.added_ids - self._stop_tokens
                 self._known = _Tables(known, frozenset(n for n in added if known.is_special_token(n)))
                 self.tables_ms = (time.perf_counter() - started) * 1e3
                 log.info("tables for constrained decoding built in %.0f ms", self.tables_ms)
             return self._known
+
+    def _described(self, tokenizer: str) -> LLTokenizer:
+        make = partial(_guide().LLTokenizer, tokenizer, eos_token=sorted(self._stop_tokens) or None)
+        found: LLTokenizer
+        try:
+            found = make(n_vocab=self._size)
+        except ValueError:  # it has more tokens than the model knows; those are not chosen
+            found = make()
+        return found
 
 
 def _guide() -> Any:

@@ -121,7 +121,6 @@ class LeanDecoder:
         packing = self._packing
         ordered = parts.logit > 0 and not parts.logit_cap  # as in screen.h
         head = packing.head(parts.head, in_parts=ordered)
-        per_layer = parts.per_layer
         self._screening = Screening(head.most)
         return ModelRecord(
             layers=len(parts.layers),
@@ -133,7 +132,6 @@ class LeanDecoder:
             experts=max((len(experts.router.weight) for experts in parts.experts), default=0),
             chosen=max((experts.chosen for experts in parts.experts), default=0),
             expert=max((experts.all.down.weight.shape[-1] for experts in parts.experts), default=0),
-            per_layer=0 if per_layer is None else per_layer.width,
             interleaved=parts.interleaved,
             centred=parts.centred,
             wide=parts.wide_norms,
@@ -146,19 +144,14 @@ class LeanDecoder:
             embedded=parts.embedded,
             residual=parts.residual,
             logit=parts.logit,
-            looked_up=0.0 if per_layer is None else per_layer.looked_up,
-            projected=0.0 if per_layer is None else per_layer.projected,
-            summed=0.0 if per_layer is None else per_layer.summed,
             score_cap=parts.score_cap * LOG2E,
             logit_cap=parts.logit_cap,
             embedding=packing.embedding(parts.embedding, parts.head, head.address),
             head=head.address,
             errors=head.errors,
-            per_layer_table=None if per_layer is None else packing.table(per_layer.table),
-            per_layer_projection=None if per_layer is None else packing.packed(per_layer.projection.weight),
             norm=packing.norm(parts.norm),
-            per_layer_norm=packing.norm(per_layer and per_layer.norm),
             layer=self._layers,
+            **({} if parts.per_layer is None else packing.per_layer(parts.per_layer)),
         )
 
     def step(

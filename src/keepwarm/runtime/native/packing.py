@@ -19,6 +19,7 @@ from keepwarm.runtime.native.description import (
     Mlp,
     Norm,
     PerLayer,
+    PerLayerEmbeddings,
     Recurrent,
     Sigmoid,
     StateSpace,
@@ -142,9 +143,9 @@ class Packing:
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
         are packed. If the head is the same tensor, its packed form at the address `packed` serves for both."""
-        both = isinstance(table, Blocks) and isinstance(head, Blocks)
-        is_tied = both and table.raw.data_ptr() == head.raw.data_ptr()
-        return packed if is_tied else self.table(table)
+        if isinstance(table, Blocks) and isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr():
+            return packed
+        return self.table(table)
 
     def table(self, table: torch.Tensor | Blocks) -> int:
         """Return the address of a table of tokens' rows. It stays as the model has it, or is packed if it is in
@@ -165,6 +166,18 @@ class Packing:
             down=self.packed(parts.down.weight),
             inner=parts.down.weight.shape[-1],
         )
+
+    def per_layer(self, parts: PerLayerEmbeddings) -> dict[str, Any]:
+        """Return what the model's record tells of per-layer embeddings."""
+        return {
+            "per_layer": parts.width,
+            "looked_up": parts.looked_up,
+            "projected": parts.projected,
+            "summed": parts.summed,
+            "per_layer_table": self.table(parts.table),
+            "per_layer_projection": self.packed(parts.projection.weight),
+            "per_layer_norm": self.norm(parts.norm),
+        }
 
     def _per_layer(self, parts: PerLayer) -> PerLayerRecord:
         gate, up = self.packed(parts.gate.weight), self.packed(parts.up.weight)

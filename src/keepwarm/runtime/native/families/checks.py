@@ -94,7 +94,8 @@ def _check_per_layer(found: Description) -> None:
     width, each = parts.width, len(found.layers) * parts.width
     if width % _DEEP or width > min(hidden, *(mlp.down.weight.shape[1] for mlp in found.mlps)):
         raise NotCovered(f"per-layer embeddings of {width} dims")
-    _refuse("the model", "the table of per-layer embeddings", parts.table, (found.head.shape[0], each))
+    rows = max(parts.table.shape[0], found.head.shape[0])
+    _refuse("the model", "the table of per-layer embeddings", parts.table, (rows, each))
     for name, tensor, shape in _linear("their projection", parts.projection, each, hidden):
         _refuse("the model", name, tensor, shape)
 
