@@ -113,7 +113,11 @@ def random_model(name: str, tokenizer: Path, parent: Path) -> Path:
         sizes["vocab_size_per_layer_input"] = len(reader)
     config = AutoConfig.for_model(kind, **sizes, **settings)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if kind == "gemma4_text" and name.endswith("q_norm.weight"):  # its scores have no other scale
+            weight.data *= len(weight) ** -0.5
+    model.save_pretrained(folder)
     reader.save_pretrained(folder)
     return folder
 
