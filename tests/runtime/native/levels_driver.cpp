@@ -27,16 +27,21 @@
 namespace {
 
 #if defined(IN_BLOCKS)  // widths are those of whole blocks of a file
-constexpr int HIDDEN = 256, HEADS = 8, INNER = 256, LAYERS = 3, LENGTH = 70, TRIES = 8;
+constexpr int HIDDEN = 256, HEADS = 8, INNER = 256, LENGTH = 70, TRIES = 8;
 #else
-constexpr int HIDDEN = 96, HEADS = 4, INNER = 192, LAYERS = 2, LENGTH = 150, TRIES = 24;
+constexpr int HIDDEN = 96, HEADS = 4, INNER = 192, LENGTH = 150, TRIES = 24;
 #endif
-constexpr int KV_HEADS = 2, DIM = 32, VOCAB = 200;
-constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT, WIDTH = (HEADS + 2 * KV_HEADS) * DIM;
+constexpr int KV_HEADS = 2, DIM = 32, VOCAB = 200, KEEPING = 2;  // layers that keep keys and values
+#if defined(__aarch64__) || defined(IN_BLOCKS)  // it is emulated, and slow; 8 bits round wider scores too much
+constexpr int BROAD_DIM = 64;
+#else
+constexpr int BROAD_DIM = 512;
+#endif
+constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT;
 
 int (*forward)(const Model*, Step*);
 int64_t (*scratch_of)(const Model*, const Step*);
-enum Mixer { ATTENTION, SHORT, NET, SPACE };
+enum Mixer { ATTENTION, BROAD, SHARED, SHORT, NET, SPACE };  // SHARED reads what BROAD keeps
 
 struct Part {
     Mixer mixer;
@@ -44,25 +49,29 @@ struct Part {
     float *convolution, *rates;  // [KERNEL, channels]; of heads with a matrix, their decays, steps, norm and `skip`
     Part(Mixer mixer)
         : mixer(mixer), qkv(reads(), HIDDEN, 1),
-          o(HIDDEN, mixer == ATTENTION ? HEADS * DIM : mixer == SHORT ? HIDDEN : NET_HEADS * NET_DIM, 1), gate(INNER, HIDDEN, 1),
+          o(HIDDEN, attends() ? HEADS * dim() : mixer == SHORT ? HIDDEN : NET_HEADS * NET_DIM, 1), gate(INNER, HIDDEN, 1),
           up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1), convolution(room<float>(KERNEL * channels())), rates(room<float>(224)) {
         std::normal_distribution<float> normal(0, 0.5f);
         for (int i = 0; i < KERNEL * channels(); i++) convolution[i] = normal(drawn);
         for (int i = 0; i < 224; i++) rates[i] = i < 64 ? (i < 32 ? -1.5f + i / 8.f : i / 16.f - 3) : 1 + i / 256.f;
     }
     bool has_matrices() const { return mixer == NET || mixer == SPACE; }
-    int reads() const { return mixer == ATTENTION ? WIDTH : mixer == SHORT ? 3 * HIDDEN : NET_READS - (mixer == SPACE) * NET_HEADS; }
+    bool attends() const { return mixer <= SHARED; }
+    int dim() const { return mixer == ATTENTION ? DIM : BROAD_DIM; }
+    int keys() const { return mixer == ATTENTION ? KV_HEADS : 1; }
+    int width() const { return (HEADS + (mixer == SHARED ? 0 : 2 * keys())) * dim(); }
+    int reads() const { return attends() ? width() : mixer == SHORT ? 3 * HIDDEN : NET_READS - (mixer == SPACE) * NET_HEADS; }
     int channels() const { return has_matrices() ? CHANNELS : HIDDEN; }
-    int state() const { return mixer == ATTENTION ? 0 : (KERNEL - 1) * channels() + has_matrices() * NET_HEADS * NET_KEY_DIM * NET_DIM; }
+    int state() const { return attends() ? 0 : (KERNEL - 1) * channels() + has_matrices() * NET_HEADS * NET_KEY_DIM * NET_DIM; }
     Delta net() const {
         return {rates, rates + 32, rates + 64, mixer == SPACE ? rates + 192 : nullptr, NET_HEADS, NET_KEYS, NET_DIM, NET_KEY_DIM};
     }
 };
 
-// Layers with attention; with plain weights, three with a state, too.
+// Layers with attention of several kinds; with plain weights, three with a state, too.
 std::vector<Mixer> mixers() {
-    if (kind == BLOCKS) return {ATTENTION, ATTENTION, ATTENTION};
-    return {SHORT, ATTENTION, NET, SPACE, ATTENTION};
+    if (kind == BLOCKS) return {ATTENTION, BROAD, SHARED};
+    return {SHORT, ATTENTION, NET, SPACE, BROAD, SHARED};
 }
 
 struct Llama {
@@ -88,10 +97,11 @@ struct Llama {
         for (const Part& part : parts) {
             Layer layer{};
             layer.before = layer.before_mlp = {norm, nullptr};
-            if (part.mixer == ATTENTION) layer.kv_heads = KV_HEADS, layer.dim = layer.rotary = DIM;
+            if (part.attends()) layer.kv_heads = part.keys(), layer.dim = part.dim(), layer.rotary = DIM, layer.factor = 1;
             layer.cosine = cosines, layer.sine = sines, layer.factors = factors;
-            layer.kv = part.mixer == ATTENTION ? kv++ : -1, layer.state = part.mixer == ATTENTION ? -1 : state++;
-            if (part.mixer != ATTENTION) layer.convolution = {part.convolution, nullptr, KERNEL, part.channels()};
+            layer.shares = part.mixer == SHARED;
+            layer.kv = !part.attends() ? -1 : layer.shares ? kv - 1 : kv++, layer.state = part.attends() ? -1 : state++;
+            if (!part.attends()) layer.convolution = {part.convolution, nullptr, KERNEL, part.channels()};
             if (part.has_matrices()) layer.delta = part.net();
             layer.qkv = part.qkv.packed, layer.o = part.o.packed;
             layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
@@ -117,33 +127,36 @@ struct Llama {
         std::vector<std::vector<double>> x;
         for (int token : tokens) x.emplace_back(embedding.plain.begin() + token * HIDDEN, embedding.plain.begin() + (token + 1) * HIDDEN);
         auto add = [](std::vector<double>& to, const std::vector<double>& from) { for (size_t i = 0; i < to.size(); i++) to[i] += from[i]; };
+        std::vector<Row> kept;  // queries, keys and values of the last layer that keeps these
         for (const Part& part : parts) {
+            const int dim = part.dim(), keys = part.keys();
             std::vector<std::vector<double>> q;
             for (size_t p = 0; p < x.size(); p++) {
                 q.push_back(part.qkv.times(normed(x[p])));
-                for (int head = 0; head < HEADS + KV_HEADS && part.mixer == ATTENTION; head++)
+                for (int head = 0; head < HEADS + (part.mixer == SHARED ? 0 : keys) && part.attends(); head++)
                     for (int i = 0; i < DIM / 2; i++) {
-                        double &a = q[p][head * DIM + i], &b = q[p][head * DIM + i + DIM / 2];
+                        double &a = q[p][head * dim + i], &b = q[p][head * dim + i + DIM / 2];
                         const double c = cosines[p * DIM / 2 + i], s = sines[p * DIM / 2 + i], first = a;
                         a = first * c - b * s, b = b * c + first * s;
                     }
             }
+            if (part.attends() && part.mixer != SHARED) kept = q;
             std::vector<Row> recurring;
             if (part.mixer == SHORT) recurring = short_plain(q, part.convolution);
             if (part.has_matrices()) recurring = delta_plain(q, part.convolution, part.net());
             for (size_t p = 0; p < x.size(); p++) {
-                std::vector<double> mixed = part.mixer == ATTENTION ? Row(HEADS * DIM, 0.0) : recurring[p];
-                for (int head = 0; head < HEADS && part.mixer == ATTENTION; head++) {
-                    const int k = (HEADS + head / (HEADS / KV_HEADS)) * DIM, v = k + KV_HEADS * DIM;
+                std::vector<double> mixed = part.attends() ? Row(HEADS * dim, 0.0) : recurring[p];
+                for (int head = 0; head < HEADS && part.attends(); head++) {
+                    const int k = (HEADS + head / (HEADS / keys)) * dim, v = k + keys * dim;
                     double total = 0;
                     for (size_t t = 0; t <= p; t++) {
                         double score = 0;
-                        for (int d = 0; d < DIM; d++) score += q[p][head * DIM + d] * q[t][k + d];
+                        for (int d = 0; d < dim; d++) score += q[p][head * dim + d] * kept[t][k + d];
                         const double weight = std::exp(score * factors[p] / std::sqrt((double)DIM));
                         total += weight;
-                        for (int d = 0; d < DIM; d++) mixed[head * DIM + d] += weight * q[t][v + d];
+                        for (int d = 0; d < dim; d++) mixed[head * dim + d] += weight * kept[t][v + d];
                     }
-                    for (int d = 0; d < DIM; d++) mixed[head * DIM + d] /= total;
+                    for (int d = 0; d < dim; d++) mixed[head * dim + d] /= total;
                 }
                 add(x[p], part.o.times(mixed));
                 const std::vector<double> h = normed(x[p]), up = part.up.times(h);
@@ -168,16 +181,22 @@ struct Sequence {
     Region region{};
     std::vector<std::vector<float>> states;
     std::vector<float*> state;
+    std::vector<Plane> planes;
+    int64_t size = 0;
     Sequence(const Llama& llama) {
         for (const Part& part : llama.parts)
-            if (part.mixer != ATTENTION) states.emplace_back(part.state(), 0.f);
+            if (!part.attends()) states.emplace_back(part.state(), 0.f);
         for (auto& each : states) state.push_back(each.data());
-        const int64_t row = DIM * (kind == FLOAT32 ? 4 : 2), plane = KV_HEADS * ROOM * row;
-        memory.resize(2 * LAYERS * plane + 64);
+        memory.resize(2 * KEEPING * KV_HEADS * ROOM * BROAD_DIM * 4 + 64);
         region.base = memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64;
-        region.value = plane, region.layer = 2 * plane, region.head[0] = region.head[1] = ROOM * row;
+        for (const Part& part : llama.parts)
+            for (int kv = 0; kv < 2 && part.attends() && part.mixer != SHARED; kv++) {
+                const int64_t head = (int64_t)ROOM * part.dim() * (kind == FLOAT32 ? 4 : 2);
+                planes.push_back({region.base + size, head}), size += part.keys() * head;
+            }
+        region.plane = planes.data();
     }
-    std::string bytes() const { return {region.base, (size_t)(LAYERS * region.layer)}; }
+    std::string bytes() const { return {region.base, (size_t)size}; }
 };
 
 // Runs a step, with two other heads, for all logits and for its rows' largest ones alone: these and their places must be
@@ -230,7 +249,7 @@ void step(const Llama& llama, const std::vector<Sequence*>& of, const std::vecto
     for (size_t i = 0; i < of.size(); i++) runs.push_back({(int32_t)i * each, each, 0, 0, of[i]->state.data()});
     Step s{};
     s.rows = s.outputs = ids.size(), s.works = works.size(), s.threads = threads, s.last = llama.model.layers;
-    s.run = runs.data(), s.runs = llama.parts.size() > LAYERS ? runs.size() : 0;
+    s.run = runs.data(), s.runs = kind == BLOCKS ? 0 : runs.size();
     s.tokens = ids.data(), s.positions = positions.data(), s.slots = slots.data(), s.regions = regions.data();
     s.pages = pages.data(), s.work = works.data(), s.members = members.data(), s.wanted = wanted.data(), s.logits = logits.data();
     s.scratch = room<float>(scratch_of(&llama.model, &s));
