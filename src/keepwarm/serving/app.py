@@ -111,6 +111,7 @@ def described(app: FastAPI) -> dict[str, Any]:
     for shape in shapes.values():
         if shape.get("additionalProperties") is False and "model" in shape.get("properties", {}):
             model = shape["properties"]["model"]
+            model.pop("default", None)  # the name that is taken for none is none of those served
             (model["anyOf"][0] if "anyOf" in model else model)["enum"] = app.state.models.names
     return schema
 

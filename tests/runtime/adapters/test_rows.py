@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ CASES = {
     "biased": EVERY,
     "cohere": EVERY,
     "gemma2": EVERY,
+    "gemma4": EVERY,
     "granite": ("k_proj", *MLP),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen3-moe": ATTENTION,
@@ -85,17 +87,19 @@ def test_half_precision_is_near_float64(family: str, tmp_path: Path) -> None:
 class Several:
     """A model with adapters of other modules and ranks."""
 
-    def __init__(self, dtype: torch.dtype, folder: Path) -> None:
-        self.lean = lean_with("llama", dtype, **WIDE)
+    def __init__(self, family: str, dtype: torch.dtype, folder: Path) -> None:
+        self.lean = lean_with(family, dtype, **(WIDE if family == "llama" else {}))
         shapes = [(EVERY, 4), (("q_proj", "o_proj"), 19), (MLP, 1)]
         made = [adapter(folder / str(i), self.lean.model, t, rank=r, seed=i) for i, (t, r) in enumerate(shapes)]
         self.loras = [loaded(each, self.lean.model) for each in made]
         self.whole = [self.lean.run(IDS, [], arena_with(self.lean, lora), range(COUNT)) for lora in self.loras]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(
+    scope="module", params=[("llama", torch.float32), ("llama", torch.bfloat16), ("gemma4", torch.bfloat16)], ids=str
+)
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Several:
-    return Several(request.param, tmp_path_factory.mktemp("adapters"))
+    return Several(*request.param, tmp_path_factory.mktemp("adapters"))
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -133,6 +137,10 @@ def test_sequences_of_several_adapters_run_in_one_step(
     places = [arena.sequenced() for arena in arenas]
     rows = lean.decoder.step(tokens, [0] * len(tokens), places, range(sum(ends)))
     assert torch.equal(rows, torch.cat([several.whole[w][:end] for (w, _), end in zip(sequences, ends, strict=True)]))
+    last = [end - 1 for end in accumulate(ends)]
+    others = [arena_with(lean, several.loras[which]) for which, _ in sequences]
+    again = lean.decoder.step(tokens, [0] * len(tokens), [arena.sequenced() for arena in others], last)
+    assert torch.equal(rows[last], again)
     for more in range(min(COUNT - max(ends), steps)):
         at = [end + more for end in ends]
         rows = lean.decoder.step([token_ids([IDS[i]]) for i in at], at, places, range(len(at)))

@@ -380,8 +380,7 @@ class Arena:
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> EncodedRows | None:
-        keeps = self._keep_encoded and len({(each.kv_heads, each.key_dim) for each in rows.layers}) == 1
-        return EncodedRows(self, rows, codec, blocks, end) if keeps else None
+        return EncodedRows(self, rows, codec, blocks, end) if self._keep_encoded else None
 
     def map(self, start: int, end: int, region: Region) -> None:
         """See `InPlace.map`."""

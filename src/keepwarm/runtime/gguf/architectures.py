@@ -239,6 +239,10 @@ def _gemma4(file: Metadata) -> dict[str, Any]:
     own, layers = "gemma4", int(file.needed("gemma4.block_count"))
     windowed = file.numbers(f"{own}.attention.sliding_window_pattern")
     widths, keys = (_each(file, f"{own}.{name}", layers) for name in ("feed_forward_length", "attention.head_count_kv"))
+    if "rope_freqs.weight" not in file.names:
+        raise ValueError("it lacks rope_freqs.weight, which says which dims of full layers are rotated")
+    if file.value(f"{own}.rope.dimension_count_swa") not in (None, file.needed(f"{own}.attention.key_length_swa")):
+        raise ValueError("it rotates a part of the heads of layers with a window")
     local, whole = windowed.index(1), windowed.index(0)
     same = f"blk.{whole}.attn_v.weight" not in file.names
     found: dict[str, Any] = {

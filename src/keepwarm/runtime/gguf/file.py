@@ -35,8 +35,12 @@ _ROTARY = (
 _MAGIC = b"GGUF"  # how a GGUF file begins
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"  # of a model that is split
 _MOST_EXPERTS, _WIDEST = 1024, 1 << 16
+_WIDE = (
+    *("attention.head_count", "attention.key_length", "attention.key_length_swa"),
+    *("rope.dimension_count", "embedding_length_per_layer_input"),
+)
 _POSITIVE = (
-    *("embedding_length", "attention.head_count", "context_length", "rope.freq_base"),
+    *("embedding_length", "attention.head_count", "context_length", "rope.freq_base", "rope.freq_base_swa"),
     *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"),
 )
 _POSITIVE_IF_SCALED = ("rope.scaling.factor",)
@@ -102,7 +106,7 @@ class File:
     def _check_sizes(self) -> None:
         """Refuse numbers for which a model would take much memory before a tensor is found missing."""
         most = {"block_count": len(self.reader.tensors), "expert_count": _MOST_EXPERTS}
-        most |= dict.fromkeys(("attention.head_count", "attention.key_length", "rope.dimension_count"), _WIDEST)
+        most |= dict.fromkeys(_WIDE, _WIDEST)
         for key, limit in most.items():
             found = self.reader.value(f"{self.architecture}.{key}")
             if found is not None and not 0 <= found <= limit:

@@ -173,7 +173,7 @@ public:
 
     // From now on rows are those of a layer: some of the step's, or all with null.
     void enter(int number, const int32_t* rows) { layer = number, row_of = rows; }
-    void go_on(const Onward& on) { row_of = on.row; }
+    void go_on(const Onward& on) { if (on.row) row_of = on.row; }
 
     // The layer's first product of normed rows, of width n.
     void read(const Rows& x, int rows, int n, float* y) {

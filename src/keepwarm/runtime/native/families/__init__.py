@@ -88,7 +88,7 @@ _FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows
     "VaultGemmaForCausalLM": (gemma.describe_vault, windows.by_type),
 }
 COVERED = tuple(sorted(_FAMILIES))  # classes of transformers
-_UNUSUAL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+_UNUSUAL = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 

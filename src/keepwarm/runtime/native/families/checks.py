@@ -71,6 +71,8 @@ def _check_shared(found: Description) -> None:
     for at, layer in enumerate(found.layers):
         attention = layer.attention
         if attention is None or attention.shares is None:
+            if any(each.attention and each.attention.shares is not None for each in found.layers[:at]):
+                raise NotCovered(f"layer {at} keeps something behind a layer that shares keys and values")
             continue
         other = found.layers[attention.shares].attention
         if attention.shares >= at or attention.shares not in found.keeping or other is None or found.wide_norms:

@@ -102,12 +102,12 @@ def _layer(layer: Any, attention: Attention) -> LayerParts:
 def _experts(layer: Any) -> Experts:
     """Return experts, whose router norms a row by itself, and multiplies it by numbers of its own and a factor."""
     router = layer.router
-    norms = (
+    norms = [
         Norm(llama.exact(router, "scale").float() * router.scalar_root_size, router.eps),
         llama.norm(layer.pre_feedforward_layernorm_2),
         llama.norm(layer.post_feedforward_layernorm_2),
         llama.norm(layer.post_feedforward_layernorm_1),
-    )
+    ]
     return Experts(
         router=experts.routing(router.proj),
         all=experts.gated(layer.experts),
