@@ -95,7 +95,7 @@ def test_who_is_served_is_told(served: tuple[str, Server]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", [{}, {"model": ""}], ids=["left out", "empty"])
+@pytest.mark.parametrize("named", [{}, {"model": ""}, {"model": None}], ids=["left out", "empty", "null"])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -105,7 +105,7 @@ def test_who_is_served_is_told(served: tuple[str, Server]) -> None:
     ],
 )
 def test_a_request_that_names_no_model_goes_to_the_first(
-    served: tuple[str, Server], path: str, body: dict[str, Any], named: dict[str, str]
+    served: tuple[str, Server], path: str, body: dict[str, Any], named: dict[str, str | None]
 ) -> None:
     url, _ = served
     answer = httpx.post(f"{url}/v1/{path}", json=body | named, timeout=DEADLINE)

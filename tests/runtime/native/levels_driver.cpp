@@ -27,15 +27,17 @@
 namespace {
 
 #if defined(IN_BLOCKS)  // widths are those of whole blocks of a file
-constexpr int HIDDEN = 256, HEADS = 8, INNER = 256, LENGTH = 70, TRIES = 8;
+constexpr int HIDDEN = 256, HEADS = 8, INNER = 256, LENGTH = 70;
 #else
-constexpr int HIDDEN = 96, HEADS = 4, INNER = 192, LENGTH = 150, TRIES = 24;
+constexpr int HIDDEN = 96, HEADS = 4, INNER = 192, LENGTH = 150;
 #endif
 constexpr int KV_HEADS = 2, DIM = 32, VOCAB = 200, KEEPING = 2;  // layers that keep keys and values
-#if defined(__aarch64__) || defined(IN_BLOCKS)  // it is emulated, and slow; 8 bits round wider scores too much
-constexpr int BROAD_DIM = 64;
+#if defined(IN_BLOCKS)
+constexpr int BROAD_DIM = 64, TRIES = 8;  // 8 bits round wider scores too much
+#elif defined(__aarch64__)  // it is emulated, and slow
+constexpr int BROAD_DIM = 64, TRIES = 10;
 #else
-constexpr int BROAD_DIM = 512;
+constexpr int BROAD_DIM = 512, TRIES = 24;
 #endif
 constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT;
 

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name of a registered set of tools")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200, description="one of those served; the first without")]
-RequestedModel = Annotated[str, Field(description="one of those served; the first without, or if empty")]
+RequestedModel = Annotated[  # empty if the request names none
+    str,
+    BeforeValidator(lambda given: "" if given is None else given),
+    WithJsonSchema({
+        "anyOf": [{"type": "string"}, {"type": "null"}],
+        "description": "one of those served; the first without, or if empty",
+    }),
+]
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
 ]
