@@ -86,17 +86,22 @@ struct Weight {
         static bool other = false;
         other = !other;
         const bool wide = other && !is_head;
-        const WeightMatrix matrix{(const uint16_t*)rows(), out, in, across, is_head};
-        if (is_head) errors = room<float>(out + LANES);
-        uint8_t* const rest = is_head ? room<uint8_t>((out + 15) / 16 * across * 8) : nullptr;
-        uint8_t upper[16];
+        const WeightMatrix matrix{(const uint16_t*)rows(), out, in, across};
         std::vector<int64_t> ends((out + 15) / 16);
-        keepwarm_twelve_plan(&matrix, upper, ends.data(), 1);
         WeightPanel* table = room<WeightPanel>(ends.size() + 4);
-        if (wide)
+        if (is_head) {
+            WeightCells* const cells = room<WeightCells>(1);
+            keepwarm_cells_plan(&matrix, cells, ends.data(), 1);
+            errors = room<float>(out + LANES);
+            uint8_t* const rest = room<uint8_t>(ends.size() * across / PAIRED * PART_BYTES);
+            keepwarm_cells_pack(&matrix, cells, ends.data(), room<uint8_t>(ends.back()), rest, errors, table, 1);
+        } else if (wide) {
             for (size_t i = 0; i < ends.size(); i++) table[i].at = (const uint8_t*)packed + i * across * 16 * 2;
-        else
-            keepwarm_twelve_pack(&matrix, upper, ends.data(), room<uint8_t>(ends.back()), rest, errors, table, 1);
+        } else {
+            uint8_t upper[16];
+            keepwarm_twelve_plan(&matrix, upper, ends.data(), 1);
+            keepwarm_twelve_pack(&matrix, upper, ends.data(), room<uint8_t>(ends.back()), table, 1);
+        }
         return table;
     }
     void* rows() const {  // as the model has it

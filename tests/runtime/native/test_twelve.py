@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.host_memory("weights of the lean decoder lie in the host's memory"),
 ]
 
-_GROUP, _BYTES = 128, 192  # weights of a group, and its bytes, as in twelve.h
+_GROUP, _BYTES, _PART = 128, 192, 96  # weights of a group, its bytes, and those of a part, as in twelve.h and cells.h
 
 
 def _read(panels: Panels, rows: int, columns: int, across: int) -> npt.NDArray[np.uint16]:
@@ -41,23 +41,30 @@ def _read(panels: Panels, rows: int, columns: int, across: int) -> npt.NDArray[n
 
 def _groups(panel: np.void, across: int) -> npt.NDArray[np.uint16]:
     count = across * 16 // _GROUP
-    if panel["in_parts"]:
-        first = _bytes(panel["at"], count * 128).reshape(count, 2, 64)
-        rest = _bytes(panel["rest"], count * 64).reshape(count, 64)
-        codes, lower = first & 15, first & 240 | np.stack([rest & 15, rest >> 4], axis=1)
+    if panel["cells"]:
+        first = _bytes(panel["cells"], 128).view(np.uint16)
+        cells, places = (_sixes(_bytes(panel[part], count * _PART).reshape(count, _PART)) for part in ("at", "rest"))
+        ordered = (first[cells] + places).reshape(-1)
     else:
         groups = _bytes(panel["at"], count * _BYTES).reshape(count, _BYTES)
         both, lower = groups[:, :64], groups[:, 64:].reshape(count, 2, 64)
         codes = np.stack([both & 15, both >> 4], axis=1)
-    upper = panel["upper"][codes]  # [count, half, 64]
-    both = lower.astype(np.uint16) | upper.astype(np.uint16) << 8
-    # 16 bytes have 8 weights of one vector, then 8 of the next: [half, quarter, vector, 8]
-    ordered = both.reshape(count, 2, 4, 2, 8).transpose(0, 1, 3, 2, 4).reshape(-1)
-    at = int(panel["others"])
+        upper = panel["upper"][codes]  # [count, half, 64]
+        both = lower.astype(np.uint16) | upper.astype(np.uint16) << 8
+        # 16 bytes have 8 weights of one vector, then 8 of the next: [half, quarter, vector, 8]
+        ordered = both.reshape(count, 2, 4, 2, 8).transpose(0, 1, 3, 2, 4).reshape(-1)
+    at, listed = int(panel["others"]), ordered.view(np.uint8)
     while (other := int.from_bytes(ctypes.string_at(at, 4), "little")) != 0xFFFFFFFF:
-        ordered[other >> 8] = ordered[other >> 8] & 255 | (other & 255) << 8
+        listed[other >> 8] = other & 255
         at += 4
     return ordered
+
+
+def _sixes(parts: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """Numbers of six bits, `[count, vector, 32]`, from parts of groups."""
+    words = parts[:, :64].copy().view(np.uint16)
+    more = parts[:, 64:].astype(np.uint16)
+    return np.stack([words & 63, words >> 6 & 63, words >> 12 | more >> 6 << 4, more & 63], axis=1)
 
 
 def _bytes(address: int, size: int) -> npt.NDArray[np.uint8]:
@@ -84,7 +91,7 @@ def test_every_bit_is_kept(rows: int, columns: int, deep: int, rare: int, seed: 
     across = -(-columns // max(deep, 8)) * max(deep, 8)
     panels = Panels(weight, deep, memory, in_parts=in_parts)
     assert np.array_equal(_read(panels, rows, columns, across), bits)
-    assert (panels.errors is None) == (not panels.table["in_parts"].any())
+    assert (panels.errors is None) == (not panels.table["cells"].any())
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -98,10 +105,17 @@ def test_errors_of_a_first_part_are_bounded(rows: int, columns: int, size: float
     """By the norm of what the weights are multiplied with, whatever that is: also by what is worst."""
     chosen = np.random.default_rng(seed)
     weight = torch.from_numpy(size * chosen.standard_normal((rows, columns))).bfloat16()
-    errors = Panels(weight, 2, WeightMemory(), in_parts=True).errors
+    memory = WeightMemory()
+    panels = Panels(weight, 2, memory, in_parts=True)
+    errors = panels.errors
     assert errors is not None
-    bits = weight.view(torch.int16)
-    wrong = (weight.double() - (bits & -16 | 8).view(torch.bfloat16).double()).numpy()
+    whole = _read(panels, rows, columns, columns)
+    for panel in panels.table[: -(-rows // 16)]:
+        panel["cells"] += 128  # the middles follow the first values
+        ctypes.memset(int(panel["rest"]), 0, columns * 16 // _GROUP * _PART)
+    first = _read(panels, rows, columns, columns)
+    exact, estimate = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).double() for bits in (whole, first))
+    wrong = (exact - estimate).numpy()
     for x in (*chosen.standard_normal((5, columns)), *wrong):
         assert (np.abs(wrong @ x) <= errors[:rows].astype(np.float64) * np.linalg.norm(x)).all()
 
@@ -115,8 +129,15 @@ def test_usual_weights_take_three_quarters_of_their_bytes() -> None:
 
 def test_two_parts_take_no_more() -> None:
     memory = WeightMemory()
-    assert Panels(torch.randn(512, 1024).bfloat16(), 2, memory, in_parts=True).table["in_parts"][:32].all()
+    assert Panels(torch.randn(512, 1024).bfloat16(), 2, memory, in_parts=True).table["cells"][:32].all()
     assert sum(memory.storages.values()) < 0.76 * 512 * 1024 * 2
+
+
+def test_six_bits_tell_usual_weights_to_a_sixteenth() -> None:
+    weight = torch.randn(512, 1024).bfloat16()
+    errors = Panels(weight, 2, WeightMemory(), in_parts=True).errors
+    assert errors is not None
+    assert (errors[:512] < 1 / 16 * weight.float().norm(dim=1).numpy()).all()
 
 
 def test_weights_of_every_size_stay_in_sixteen_bits() -> None:

@@ -241,6 +241,7 @@ int forward(const Model& m, Step& s) {
             const Rows first = b.h.of(m.hidden, t.rows);
             rows_of(t.rows, id, of, [&](int row) { norm(row, w.before, first, row); });
             barrier.wait(of);
+            if (id < t.rows) ask_for_norms(m, layer);
             const Onward on = end && few ? wanted.onward() : Onward{t.rows};
             const Rows h = b.h.of(m.hidden, on.rows), mixed = b.mixed.of(mixes(m, w), on.rows), inner = b.inner.of(w.mlp.inner, on.rows);
 #if defined(ADAPTERS)
@@ -337,7 +338,7 @@ int forward(const Model& m, Step& s) {
         rows_of(outputs, id, of, [&](int i) { norm(few ? i : s.wanted[i], m.norm, h, i); });
         barrier.wait(of);
         if (s.largest && screens(m, h, outputs)) largest_logits(m, s, h, outputs, b.known, b.found, id, of, barrier);
-        else linear<T>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
+        else linear_of<typename Rows::template HeadWeight<T>>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit, false);
         finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }

@@ -351,11 +351,18 @@ inline void rows_of(int rows, int id, int of, Each each) {
         for (int row = first; row < std::min(rows, first + near); row++) each(row);
 }
 
+constexpr int LATER_PANELS = 6;
+
 // Two panels of 16 columns of packed weights, and the two of the next product. The latter are prefetched meanwhile.
 template <class W>
 struct Panels {
     const W *left, *right, *next_left = nullptr, *next_right = nullptr;
     int each = LANES * sizeof(W);  // bytes of the next ones that are prefetched at once
+    // Prefetches what says where later panels lie. It is read too seldom for a processor to do that by itself.
+    void ask_for_places() const {
+        for (const W* next : {next_left, next_right})
+            if (next) __builtin_prefetch(next + LATER_PANELS);
+    }
 };
 
 }  // namespace

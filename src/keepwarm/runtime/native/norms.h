@@ -34,4 +34,12 @@ inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put 
         normed<false>(x, norm, n, m.epsilon, put);
 }
 
+// Prefetches the norms that follow a layer's first product. Memory is otherwise idle while one thread norms a row and the
+// others wait for it.
+inline void ask_for_norms(const Model& m, int layer) {
+    const Layer& w = m.layer[layer];
+    for (const Norm& norm : {w.after, w.before_mlp, w.after_mlp, layer + 1 < m.layers ? m.layer[layer + 1].before : m.norm})
+        for (int i = 0; norm.weight && i < m.hidden; i += LANES) __builtin_prefetch(norm.weight + i, 0, 2);
+}
+
 }  // namespace

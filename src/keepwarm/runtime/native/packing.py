@@ -138,7 +138,7 @@ class Packing:
         self._held.append(panels)
         if panels.errors is None:
             return Head(panels.address, None, 0.0)
-        return Head(panels.address, int(panels.errors.ctypes.data), 1 / 8)
+        return Head(panels.address, int(panels.errors.ctypes.data), 1 / 4)
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
         """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they

@@ -28,6 +28,7 @@ struct PlainRows {
     static constexpr int UNIT = LANES;  // one thread must put so many columns of a row, from a multiple on
     static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
+    template <class T> using HeadWeight = std::conditional_t<MANY == 1, T, HeadPanel>;
     X* p = nullptr;
     int64_t width = 0;  // in operands
     int beside = 0;     // the first rows, of whole blocks
@@ -47,6 +48,9 @@ struct PlainRows {
         store((Element*)each, v);
         for (int i = 0; i < LANES / MANY; i += NEAR) std::memcpy(to + i * BLOCK, each + i, NEAR * sizeof(X));
     }
+    // Of one of the last rows: a pair, and a number.
+    Vec pair(int row, int64_t column) const { return Operand<X>::splat(at(row) + column / MANY); }
+    float number(int row, int64_t column) const { return float_of(((const uint16_t*)at(row))[column]); }
     Vec get(int row, int column) const {
         if (row >= beside) return load((const Element*)at(row) + column);
         X each[LANES / MANY], *from = at(row) + column / MANY * BLOCK;
@@ -175,9 +179,9 @@ void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w,
 
 #if defined(HAS_PAIRS)
 // Gives the sums of MB rows, as `plain_product` does, and unpacks the panels meanwhile.
-template <int MB, class Take>
-inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& left, PanelReader& right, const Panels<Pair>& w,
-                             Take take) {
+template <int MB, class Panel, class Take>
+inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader<Panel>& left, PanelReader<Panel>& right,
+                             const Panels<Pair>& w, Take take) {
     static_assert(PlainRows<Pair>::NEAR * 2 == PAIRED, "a group is unpacked for operands that are near each other");
     const char* const next_left = w.next_left ? (const char*)w.next_left : (const char*)left.from;
     const char* const next_right = w.next_right ? (const char*)w.next_right : (const char*)right.from;
@@ -202,13 +206,14 @@ inline void unpacked_product(const PlainRows<Pair>& x, int& row, PanelReader& le
 
 // The first block of rows unpacks the panels, unless it has no registers for the sums of both. Others find them in this
 // thread's room.
-template <class Take>
-void product(const PlainRows<Pair>& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
+template <class Panel, class Take>
+void product(const PlainRows<Pair>& x, int from, int to, const Panels<Panel>& w, Take take) {
+    w.ask_for_places();
     alignas(64) bf16 passing[2 * GROUP];
     const bool keeps = to - from > x.KEPT && (!WHOLE || blocks_of_rows<PlainRows<Pair>::BLOCK>(to - from) > 1);
     const int64_t places = keeps ? x.elements() : GROUP;
     bf16 *const room = keeps ? (bf16*)thread_room(places) : passing, *const second = room + places;
-    PanelReader left(*w.left, room, places), right(*w.right, second, places);
+    PanelReader<Panel> left(*w.left, room, places), right(*w.right, second, places);
     Panels<Pair> whole{(const Pair*)(w.left->others ? room : (const bf16*)w.left->at),
                        (const Pair*)(w.right->others ? second : (const bf16*)w.right->at)};
     if (w.next_left) whole.next_left = (const Pair*)w.next_left->at, whole.each = vector_bytes(*w.next_left);
@@ -233,10 +238,9 @@ inline int rows_at_once(const Rows& x) {
     return rows ? rows : Rows::BLOCK;
 }
 
-template <class T, bool SCALED, class Rows>
+template <class Weight, bool SCALED, class Rows>
 void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor,
                bool add) {
-    using Weight = typename Rows::template Weight<T>;
     const Share share(n, id, of);
     for (int from = 0, step = rows_at_once(x); from < m; from += step)
         for (int c = share.from; c < share.to; c += 2 * LANES) {
@@ -254,11 +258,16 @@ void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id
 
 // Computes y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, for the columns of thread `id` of `of` threads. Most
 // models have no factor. A test for it within the loops would cost them two hundredths of a step.
+template <class Weight, class Rows>
+void linear_of(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor, bool add) {
+    if (factor == 1) linear_by<Weight, false>(x, m, weight, n, y, id, of, bias, factor, add);
+    else linear_by<Weight, true>(x, m, weight, n, y, id, of, bias, factor, add);
+}
+
 template <class T, class Rows>
 void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
             float factor = 1, bool add = false) {
-    if (factor == 1) linear_by<T, false>(x, m, weight, n, y, id, of, bias, factor, add);
-    else linear_by<T, true>(x, m, weight, n, y, id, of, bias, factor, add);
+    linear_of<typename Rows::template Weight<T>>(x, m, weight, n, y, id, of, bias, factor, add);
 }
 
 template <int KIND>

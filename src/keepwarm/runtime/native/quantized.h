@@ -57,6 +57,7 @@ struct QuantRows {
     static constexpr int UNIT = COLUMNS;
     static constexpr int KEPT = 0;    // nothing of a weight is kept for more rows
     template <class> using Weight = QuantPanel;
+    template <class> using HeadWeight = QuantPanel;
     Rounded* p = nullptr;
     int64_t blocks = 0;
     QuantRows() = default;
@@ -323,6 +324,7 @@ inline auto with_kind(int kind, Work work) {
 // Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`.
 template <class Take>
 void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, Take take) {
+    w.ask_for_places();
     Vec left[QuantRows::BLOCK], right[QuantRows::BLOCK];
     auto sums = [&](const QuantPanel& panel, int row, Vec* into) {
         return with_kind(panel.kind, [&](auto kind) { return panel_sums<kind>(x, row, to - row, panel, into); });

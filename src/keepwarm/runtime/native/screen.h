@@ -22,7 +22,7 @@ constexpr int SCREENED = 4;  // at most so many rows: together, more of them hav
 //   know(row): prepares what `estimate` needs of a row;
 //   estimate(column, to, take): calls take(row, column, estimates, upper bounds) for each row and some panels from
 //       `column` on, and returns the column behind them;
-//   whole_sums(row, column): the sums of a panel's columns, with the bits that they always have;
+//   whole_sums(row, column, other, to): sets `to` to the sums of the columns of two panels, with the bits that they always have;
 //   ask_for(column): prefetches what that reads;
 //   near: logits that are smaller by at most this share may be rounded to an equal number.
 template <class Head>
@@ -41,9 +41,10 @@ public:
             float least = found[row];
             for (int i = 1; i < of; i++) least = std::max(least, found[i * rows + row]);
             // Numbers below the normal ones are rounded more than others.
-            whole += choose(share, row, least - std::abs(least) * head.near - 1e-30f);
+            whole += choose(id, of, row, least - std::abs(least) * head.near - 1e-30f);
         }
         __atomic_fetch_add(&s.whole, whole, __ATOMIC_RELAXED);
+        barrier.wait(of);
     }
 
 private:
@@ -82,27 +83,39 @@ private:
         float each[LANES], panel[LANES];
         store(each, best), store(panel, place);
         const int column = (int)panel[std::max_element(each, each + LANES) - each] * LANES;
-        store(each, head.whole_sums(row, column));
+        Vec sums[2];
+        head.whole_sums(row, column, column, sums);
+        store(each, sums[0]);
         return *std::max_element(each, each + std::min(LANES, m.vocab - column));
     }
 
-    // Sets the logits of each panel that may hold one of at least `least`. Returns how many such panels there are.
-    int choose(const Share& share, int row, float least) const {
-        int whole = 0, last = share.to;
-        const auto multiply = [&] {  // one panel later, so that memory has time to bring it
-            if (last == share.to) return;
-            put_sums<true>(head.whole_sums(row, last), logits(row, last), nullptr, m.logit, false, std::min(LANES, share.to - last));
-            whole++;
+    // Sets the logits of each panel that may hold one of at least `least`. Returns how many such panels there are. Frequent
+    // tokens often have low numbers. So threads take turns, and none has most of these panels.
+    int choose(int id, int of, int row, float least) const {
+        constexpr int ASKED = 4;  // panels that memory is asked for before the first two are multiplied
+        int asked[ASKED + 1], waiting = 0, whole = 0;
+        const auto multiply = [&] {
+            const int taken = std::min(waiting, 2);
+            Vec sums[2];
+            head.whole_sums(row, asked[0], asked[taken - 1], sums);
+            for (int i = 0; i < taken; i++)
+                put_sums<true>(sums[i], logits(row, asked[i]), nullptr, m.logit, false, std::min(LANES, m.vocab - asked[i]));
+            std::copy(asked + taken, asked + waiting, asked), waiting -= taken, whole += taken;
         };
-        for (int c = share.from; c < share.to; c += LANES) {
-            float* const at = logits(row, c);
-            const int columns = std::min(LANES, share.to - c);
-            bool may = false;
-            for (int o = 0; o < columns; o++) may |= !(at[o] < least);  // what is no number may be anything
-            if (may) head.ask_for(c), multiply(), last = c;
-            else std::fill(at, at + columns, -std::numeric_limits<float>::infinity());
-        }
-        multiply();
+        for (int pair = id * 2 * LANES; pair < m.vocab; pair += of * 2 * LANES)
+            for (int c = pair; c < std::min(pair + 2 * LANES, m.vocab); c += LANES) {
+                float* const at = logits(row, c);
+                const int columns = std::min(LANES, m.vocab - c);
+                bool may = false;
+                for (int o = 0; o < columns; o++) may |= !(at[o] < least);  // what is no number may be anything
+                if (may) {
+                    head.ask_for(c), asked[waiting++] = c;
+                    if (waiting > ASKED) multiply();
+                } else {
+                    std::fill(at, at + columns, -std::numeric_limits<float>::infinity());
+                }
+            }
+        while (waiting) multiply();
         return whole;
     }
 };

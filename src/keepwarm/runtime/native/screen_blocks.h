@@ -98,10 +98,9 @@ public:
         return column + LANES;
     }
 
-    Vec whole_sums(int row, int column) const {
-        Vec sums;
-        panel_sums<KIND, 1, ALONE>(x.row(row), x.blocks, panels[column / LANES], &sums);
-        return sums;
+    void whole_sums(int row, int column, int other, Vec* to) const {
+        panel_sums<KIND, 1, ALONE>(x.row(row), x.blocks, panels[column / LANES], to);
+        if (other != column) panel_sums<KIND, 1, ALONE>(x.row(row), x.blocks, panels[other / LANES], to + 1);
     }
 
     void ask_for(int column) const {

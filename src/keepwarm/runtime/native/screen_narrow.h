@@ -1,4 +1,4 @@
-// The two parts of a head in bfloat16: the upper eight of the twelve bits of its weights, and the others (twelve.h).
+// The two parts of a head in bfloat16: six bits that tell its weights' cells, and six that tell all (cells.h).
 #pragma once
 
 #include "products.h"
@@ -13,20 +13,58 @@ class NarrowHead {
     const Rows& x;
     const int rows;
     float* const norms;  // [rows], of x
-    const WeightPanel* const panels;
+    const HeadPanel* const panels;
     const float* const errors;
 
-    static WeightPanel first_part(const WeightPanel& panel) {
-        WeightPanel first = panel;
-        first.rest = nullptr;
-        return first;
+    // Sets `to` to the estimates of MB rows in two panels. They are added up in another order than whole sums. The next two
+    // panels are prefetched as they lie in memory, the left one first: memory brings one stream faster than two.
+    template <int MB>
+    __attribute__((noinline)) void first_sums(const HeadPanel* const (&panel)[2], const uint8_t* next, Vec (*to)[2]) const {
+        constexpr int CHAINS = MB == 1 ? 4 : MB == 2 ? 2 : 1;  // a sum alone would wait for itself
+        const WeightCells& cells = *panel[0]->cells;
+        Vec sums[MB][2][CHAINS] = {};
+        for (int64_t group = 0, at = 0; at < x.elements() / GROUP * PART_BYTES; group++, at += PART_BYTES)
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++) {
+                ask_for_part(next + 2 * at + side * PART_BYTES);
+                Vec weight[4];
+                estimated(panel[side]->at + at, cells, weight);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+                    for (int m = 0; m < MB; m++) {
+                        Vec& sum = sums[m][side][i % CHAINS];
+                        sum = add_pairs(x.pair(m, group * PAIRED + 2 * i), weight[i], sum);
+                    }
+            }
+        for (int m = 0; m < MB; m++)
+            for (int side = 0; side < 2; side++) {
+                to[m][side] = sums[m][side][0];
+                for (int i = 1; i < CHAINS; i++) to[m][side] += sums[m][side][i];
+            }
+        for (int side = 0; side < 2; side++) add_listed(*panel[side], MB, side, to);
+    }
+
+    // Adds what weights in no cell differ by from the middle of the first one, which has stood for them.
+    void add_listed(const HeadPanel& panel, int rows, int side, Vec (*to)[2]) const {
+        const float stood = float_of(panel.cells->middle[0]);
+        float sums[SCREENED][LANES];
+        for (int m = 0; m < rows; m++) store(sums[m], to[m][side]);
+        for (const uint32_t* other = panel.others; *other != LAST; other += 2) {
+            const int64_t number = *other >> 9;
+            const int within = number % GROUP, lane = within % 32 / 2;
+            const int64_t column = number / GROUP * PAIRED + within / 32 * 2 + within % 2;
+            const float more = float_of((uint16_t)((other[1] & 255) << 8 | (other[0] & 255))) - stood;
+            for (int m = 0; m < rows; m++) sums[m][lane] += more * x.number(m, column);
+        }
+        for (int m = 0; m < rows; m++) to[m][side] = load(sums[m]);
     }
 
 public:
     static constexpr float near = 0x1.04p-7f;  // logits are rounded to bfloat16
 
     NarrowHead(const Model& m, const Rows& x, int rows, float* norms)
-        : x(x), rows(rows), norms(norms), panels((const WeightPanel*)m.head), errors(m.errors) {}
+        : x(x), rows(rows), norms(norms), panels((const HeadPanel*)m.head), errors(m.errors) {}
 
     void know(int row) const {
         double sum = 0;
@@ -40,32 +78,39 @@ public:
 
     template <class Take>
     int estimate(int column, int to, Take take) const {
-        const WeightPanel* const at = panels + column / LANES;
+        const HeadPanel* const at = panels + column / LANES;
         const bool both = column + LANES < to;
-        const WeightPanel left = first_part(at[0]), right = both ? first_part(at[1]) : left;
-        const auto give = [&](int row, int c, Vec sums) { take(row, c, sums, fma(load(errors + c), splat(norms[row]), sums)); };
-        product(x, 0, rows, Panels<WeightPanel>{&left, &right, at + 2, at + 3}, [&](int row, Vec first, Vec second) {
-            give(row, column, first);
-            if (both) give(row, column + LANES, second);
-        });
+        const HeadPanel* const panel[2] = {at, at + both};
+        Panels<HeadPanel>{at, at, at + 2, at + 3}.ask_for_places();
+        __builtin_prefetch(errors + column + 8 * LANES), __builtin_prefetch(errors + column + 9 * LANES);
+        const uint8_t* const next = at[2].at ? at[2].at : at->at;  // behind the last panel there is none
+        Vec sums[SCREENED][2];
+        switch (rows) {
+            case 1: first_sums<1>(panel, next, sums); break;
+            case 2: first_sums<2>(panel, next, sums); break;
+            case 3: first_sums<3>(panel, next, sums); break;
+            default: first_sums<4>(panel, next, sums);
+        }
+        for (int row = 0; row < rows; row++)
+            for (int side = 0; side <= both; side++) {
+                const int c = column + side * LANES;
+                take(row, c, sums[row][side], fma(load(errors + c), splat(norms[row]), sums[row][side]));
+            }
         return column + 2 * LANES;
     }
 
     // All rows before this one are multiplied, too, since a product of tiles begins with a tile.
-    Vec whole_sums(int row, int column) const {
-        const WeightPanel* const panel = panels + column / LANES;
-        Vec sums;
-        product(x, row / Rows::TOGETHER * Rows::TOGETHER, row + 1, Panels<WeightPanel>{panel, panel}, [&](int of, Vec first, Vec) {
-            if (of == row) sums = first;
+    void whole_sums(int row, int column, int other, Vec* to) const {
+        const Panels<HeadPanel> both{panels + column / LANES, panels + other / LANES};
+        product(x, row / Rows::TOGETHER * Rows::TOGETHER, row + 1, both, [&](int of, Vec first, Vec second) {
+            if (of == row) to[0] = first, to[1] = second;
         });
-        return sums;
     }
 
     void ask_for(int column) const {
-        const WeightPanel& panel = panels[column / LANES];
-        const int64_t groups = x.elements() / GROUP, front = groups * group_bytes(true), rest = groups * REST_BYTES;
-        for (int64_t at = 0; at < front; at += 64) __builtin_prefetch(panel.at + at);
-        for (int64_t at = 0; at < rest; at += 64) __builtin_prefetch(panel.rest + at);
+        const HeadPanel& panel = panels[column / LANES];
+        for (int64_t at = 0, bytes = x.elements() / GROUP * PART_BYTES; at < bytes; at += 64)
+            __builtin_prefetch(panel.at + at), __builtin_prefetch(panel.rest + at);
     }
 };
 

@@ -51,6 +51,7 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
     static constexpr int UNIT = LANES;
     static constexpr int KEPT = BLOCK;       // for more rows, weights are unpacked only once
     template <class> using Weight = WeightPanel;
+    template <class> using HeadWeight = HeadPanel;
     bf16* p = nullptr;
     int width = 0, across = 0;
     TileRows() = default;
@@ -68,11 +69,18 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
     bf16* place(int row, int column) const { return p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP; }
     void put(int row, int column, Vec v) const { store(place(row, column), v); }
     Vec get(int row, int column) const { return load(place(row, column)); }
+    float number(int row, int column) const { return float_of(*(const uint16_t*)place(row, column)); }
+    Vec pair(int row, int column) const {
+        int32_t bits;
+        std::memcpy(&bits, place(row, column), sizeof bits);
+        return as_floats(filled<VecI>(bits));
+    }
 };
 
 // The tiles of a panel. They are unpacked in order, to room for `places` of them.
+template <class Panel>
 class PanelTiles {
-    PanelReader reader;
+    PanelReader<Panel> reader;
     const uint8_t *const from, *const next;
     const int bytes, next_bytes;  // of a tile
     const bf16* const at;
@@ -87,7 +95,7 @@ class PanelTiles {
     }
 
 public:
-    PanelTiles(const WeightPanel& panel, const WeightPanel* following, bf16* room, int places, int across)
+    PanelTiles(const Panel& panel, const Panel* following, bf16* room, int places, int across)
         : reader(panel, room, (int64_t)places * TILE), from(panel.at), next(following ? following->at : nullptr),
           bytes(vector_bytes(panel) * (TILE / 32)), next_bytes(next ? vector_bytes(*following) * (TILE / 32) : 0),
           at(panel.others ? room : (const bf16*)panel.at), places(panel.others ? places : across), across(across) {}
@@ -102,16 +110,17 @@ public:
 
 // Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`. It gives those of 32 rows while
 // the matrix unit works on the next 32. The first 32 unpack the panels; the others find them in this thread's room.
-template <class Take>
-void product(const TileRows& x, int from, int to, const Panels<WeightPanel>& w, Take take) {
+template <class Panel, class Take>
+void product(const TileRows& x, int from, int to, const Panels<Panel>& w, Take take) {
+    w.ask_for_places();
     constexpr int BOTH = TileRows::BLOCK;
     alignas(64) float sums[2][4][LANES * LANES];
     alignas(64) bf16 passing[2 * PASSING * TILE];
     const bool keeps = to - from > x.KEPT;
     const int places = keeps ? x.across : PASSING;
     bf16* const room = keeps ? (bf16*)thread_room(x.elements()) : passing;
-    PanelTiles left(*w.left, w.next_left, room, places, x.across);
-    PanelTiles right(*w.right, w.next_right, room + places * TILE, places, x.across);
+    PanelTiles<Panel> left(*w.left, w.next_left, room, places, x.across);
+    PanelTiles<Panel> right(*w.right, w.next_right, room + places * TILE, places, x.across);
     const int each = (BOTH + x.across - 1) / x.across;
     int side = 0, begin = from, given = from, end = from;
     auto give = [&](int rows) {

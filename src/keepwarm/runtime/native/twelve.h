@@ -9,20 +9,20 @@
 //
 // A panel of 16 outputs has its weights as [columns / 2][16][2]. Columns are padded with zeros. A group of 128 weights is
 // 64 bytes with two codes each, then 128 lower bytes, in the order in which `unpack` needs them. The list of other upper
-// bytes follows the groups: each is the weight's number in the panel << 8 | byte.
+// bytes follows the groups: each is the byte's number in the panel << 8 | byte.
 //
-// A head is packed in two parts. Its groups are 128 bytes: a weight's code, and above it the upper four bits of its lower
-// byte. The lower four bits of all groups lie apart, two weights' in a byte. The first part tells a weight to 1/16 of its
-// power of two. That suffices for most tokens where only the largest logit is asked for (screen.h).
+// A head is packed in two parts of six bits for each weight (cells.h). The second parts of all groups lie apart. The first
+// ones suffice for most tokens where only the largest logit is asked for (screen.h). A weight that is listed has both bytes
+// in the list.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <exception>
-#include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "cells.h"
 #include "vectors.h"
 
 extern "C" {
@@ -31,25 +31,19 @@ struct WeightPanel {         // 16 outputs of a weight
     const uint8_t* at;       // its groups; or, if there is no list, the bfloat16 themselves
     const uint32_t* others;  // the list, in order of groups; LAST ends it
     uint8_t upper[16];       // by code
-    const uint8_t* rest;     // the second part; null if there is one part, or if the first one alone is to be read
-    int64_t in_parts;        // 1 if it is packed in two parts
-};
-
-struct WeightMatrix {        // bfloat16 [rows][columns], to be packed in panels of `across` columns
-    const uint16_t* at;
-    int64_t rows, columns, across;
-    int64_t in_parts;
+    const uint8_t* rest;     // the second part; null if there is one part
+    const WeightCells* cells;  // of both parts; null if there is one part
 };
 
 }  // extern "C"
 
+struct HeadPanel : WeightPanel {};  // the only ones that may be in two parts: others' loops need not ask
+
 namespace {
 
-constexpr int GROUP = 128, PAIRED = 8;           // weights of a group; their columns
-constexpr int GROUP_BYTES = GROUP / 2 + GROUP, REST_BYTES = GROUP / 2;  // bytes of a group, and of its second part
+constexpr int GROUP_BYTES = 2 * PART_BYTES;  // bytes of a group
 constexpr int SOON = 8;  // groups ahead, whose second parts are asked for to be in the first cache
 constexpr uint32_t LAST = 0xffffffff;
-constexpr uint8_t NO_CODE = 255;
 
 // ---- packing ----
 
@@ -66,76 +60,70 @@ inline void each_of_group(const WeightMatrix& m, int64_t panel, int64_t group, T
 
 // The sixteen upper bytes that stand for themselves, and each byte's code.
 struct UpperBytes {
+    static constexpr int PARTS = 1;
     uint8_t byte[16], code[256];
     explicit UpperBytes(const uint8_t* given) {
         std::memcpy(byte, given, sizeof byte);
         std::memset(code, NO_CODE, sizeof code);
         for (int i = 15; i >= 0; i--) code[byte[i]] = i;
     }
+    bool has(uint16_t weight) const { return code[weight >> 8] != NO_CODE; }
 };
 
-inline int64_t others_of(const WeightMatrix& m, const UpperBytes& upper, int64_t panel) {
+template <class Codes>
+inline int64_t others_of(const WeightMatrix& m, const Codes& codes, int64_t panel) {
     int64_t count = 0;
     for (int64_t group = 0; group < m.across / PAIRED; group++)
-        each_of_group(m, panel, group, [&](int, uint16_t weight) { count += upper.code[weight >> 8] == NO_CODE; });
+        each_of_group(m, panel, group, [&](int, uint16_t weight) { count += !codes.has(weight); });
     return count;
 }
 
-inline int64_t group_bytes(bool in_parts) { return in_parts ? GROUP_BYTES - REST_BYTES : GROUP_BYTES; }
-
 // Returns the bytes of a panel, but for its second part.
+template <class Codes>
 inline int64_t panel_bytes_of(const WeightMatrix& m, int64_t others) {
-    return (m.across / PAIRED * group_bytes(m.in_parts) + (others + 1) * 4 + 63) / 64 * 64;
+    return (m.across / PAIRED * GROUP_BYTES / Codes::PARTS + (others * Codes::PARTS + 1) * 4 + 63) / 64 * 64;
 }
 
-// Packs a panel to `to`, and its second part to `rest`. Both hold zeros.
-inline WeightPanel pack_twelve(const WeightMatrix& m, const UpperBytes& upper, int64_t panel, uint8_t* to, uint8_t* rest) {
-    const int64_t groups = m.across / PAIRED, bytes = group_bytes(m.in_parts);
-    uint32_t* const others = (uint32_t*)(to + groups * bytes);
+inline uint32_t listed(int64_t byte, uint8_t value) { return (uint32_t)byte << 8 | value; }
+
+// Packs a panel to `to`, which holds zeros.
+inline WeightPanel pack_panel(const WeightMatrix& m, const UpperBytes& upper, int64_t panel, uint8_t* to) {
+    const int64_t groups = m.across / PAIRED;
+    uint32_t* const others = (uint32_t*)(to + groups * GROUP_BYTES);
     uint32_t* other = others;
     for (int64_t group = 0; group < groups; group++) {
-        uint8_t *const codes = to + group * bytes, *const lower = codes + GROUP / 2;
+        uint8_t *const codes = to + group * GROUP_BYTES, *const lower = codes + GROUP / 2;
         each_of_group(m, panel, group, [&](int number, uint16_t weight) {
             const int vector = number / 32, word = number % 32, half = vector / 2;
             const int at = word / 8 * 16 + vector % 2 * 8 + word % 8;  // `unpack` interleaves bytes within 16 of them
-            const uint8_t code = upper.code[weight >> 8];
-            uint8_t shown = code;
-            if (code == NO_CODE) shown = 0, *other++ = (uint32_t)(group * GROUP + number) << 8 | weight >> 8;
-            if (m.in_parts) {
-                codes[half * 64 + at] = shown | (weight & 0xf0);
-                rest[group * REST_BYTES + at] |= (weight & 15) << 4 * half;
-            } else {
-                codes[at] |= shown << 4 * half;
-                lower[half * 64 + at] = (uint8_t)weight;
-            }
+            if (upper.has(weight)) codes[at] |= upper.code[weight >> 8] << 4 * half;
+            else *other++ = listed((group * GROUP + number) * 2 + 1, weight >> 8);
+            lower[half * 64 + at] = (uint8_t)weight;
         });
     }
     *other = LAST;
-    WeightPanel made{to, others, {}, m.in_parts ? rest : nullptr, m.in_parts};
+    WeightPanel made{to, others, {}, nullptr, nullptr};
     std::memcpy(made.upper, upper.byte, sizeof made.upper);
     return made;
 }
 
-constexpr double LARGE = 1e18;  // sums of products of smaller norms do not overflow
-constexpr uint16_t MIDDLE = 8;  // stands for the lower four bits where only the first part is read
-
-// Sets errors[r] so that a row of x times its weights is off by at most errors[r] |x|, by their norms (Cauchy-Schwarz), if
-// only the first part is read. Both ways to add up round by at most 1.5 `across` 2^-23 of the weights' norm.
-inline void bound_errors(const WeightMatrix& m, int64_t panel, float* errors) {
-    for (int r = 0; r < LANES; r++) {
-        const int64_t row = panel * LANES + r;
-        double wrong = 0, norm = 0;
-        for (int64_t c = 0; c < m.columns && row < m.rows; c++) {
-            const uint16_t bits = m.at[row * m.columns + c], near = (bits & 0xfff0) | MIDDLE;
-            float weight, estimate;
-            const uint32_t wide[2] = {(uint32_t)bits << 16, (uint32_t)near << 16};
-            std::memcpy(&weight, &wide[0], sizeof weight), std::memcpy(&estimate, &wide[1], sizeof estimate);
-            wrong += ((double)weight - estimate) * ((double)weight - estimate), norm += (double)estimate * estimate;
-        }
-        // With larger weights, a sum may overflow on the way, so that nothing bounds it.
-        errors[r] = norm < LARGE * LARGE ? (float)((std::sqrt(wrong) + std::sqrt(norm) * m.across * 0x1p-20) * (1 + 1e-6))
-                                         : std::numeric_limits<float>::infinity();
-    }
+// Packs the first part of a panel to `to`, and its second part to `rest`. Both hold zeros.
+inline WeightPanel pack_panel(const WeightMatrix& m, const CellCodes& codes, int64_t panel, uint8_t* to, uint8_t* rest) {
+    const int64_t groups = m.across / PAIRED;
+    uint32_t* const others = (uint32_t*)(to + groups * PART_BYTES);
+    uint32_t* other = others;
+    for (int64_t group = 0; group < groups; group++, to += PART_BYTES)
+        each_of_group(m, panel, group, [&](int number, uint16_t weight) {
+            const int64_t byte = (group * GROUP + number) * 2;
+            if (codes.has(weight)) {
+                const uint8_t cell = codes.code[weight];
+                put_six(to, number, cell), put_six(rest + group * PART_BYTES, number, weight - codes.cells.first[cell]);
+            } else {  // in both parts there are zeros
+                *other++ = listed(byte, (uint8_t)weight), *other++ = listed(byte + 1, weight >> 8);
+            }
+        });
+    *other = LAST;
+    return {to - groups * PART_BYTES, others, {}, rest, &codes.cells};
 }
 
 // ---- reading ----
@@ -155,7 +143,7 @@ inline float* thread_room(int64_t size) noexcept {
 }
 
 // Returns the bytes of 32 weights, a vector, in a panel.
-inline int vector_bytes(const WeightPanel& panel) { return panel.others ? group_bytes(panel.in_parts) / 4 : 64; }
+inline int vector_bytes(const WeightPanel& panel) { return panel.others ? (panel.cells ? PART_BYTES : GROUP_BYTES) / 4 : 64; }
 
 #if defined(__AVX512BW__) || defined(__ARM_NEON)
 #if defined(__AVX512BW__)
@@ -177,15 +165,6 @@ inline void unpack(const uint8_t* from, Table upper, bf16* to) {
     const __m512i more = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
     put_group(upper, _mm512_and_si512(codes, low), more, _mm512_loadu_si512(from + 64), _mm512_loadu_si512(from + 128), to);
 }
-
-// Unpacks a group in two parts. Without the second one, the middle stands for it.
-inline void unpack_parts(const uint8_t* from, const uint8_t* rest, Table upper, bf16* to) {
-    constexpr int CHOSEN = 0xca;  // bits of the second number where the first has ones, else of the third
-    const __m512i front = _mm512_loadu_si512(from), more = _mm512_loadu_si512(from + 64), low = _mm512_set1_epi8(15);
-    const __m512i last = rest ? _mm512_loadu_si512(rest) : _mm512_set1_epi8(MIDDLE << 4 | MIDDLE);
-    put_group(upper, _mm512_and_si512(front, low), _mm512_and_si512(more, low), _mm512_ternarylogic_epi32(low, last, front, CHOSEN),
-              _mm512_ternarylogic_epi32(low, _mm512_srli_epi16(last, 4), more, CHOSEN), to);
-}
 #else
 using Table = uint8x16_t;
 inline Table table_of(const uint8_t* upper) { return vld1q_u8(upper); }
@@ -204,19 +183,10 @@ inline void unpack(const uint8_t* from, Table upper, bf16* to) {
                   to + at / 2);
     }
 }
-
-inline void unpack_parts(const uint8_t* from, const uint8_t* rest, Table upper, bf16* to) {
-    const uint8x16_t low = vdupq_n_u8(15);
-    for (int at = 0; at < 64; at += 16) {
-        const uint8x16_t front = vld1q_u8(from + at), more = vld1q_u8(from + 64 + at);
-        const uint8x16_t last = rest ? vld1q_u8(rest + at) : vdupq_n_u8(MIDDLE << 4 | MIDDLE);
-        put_group(upper, vandq_u8(front, low), vandq_u8(more, low), vbslq_u8(low, last, front),
-                  vbslq_u8(low, vshrq_n_u8(last, 4), more), to + at / 2);
-    }
-}
 #endif
 
 // Reads a panel, some groups at a time.
+template <class Panel>
 class PanelReader {
     const uint32_t* other;
     bf16* const room;
@@ -225,19 +195,19 @@ class PanelReader {
     uint32_t limit = 0;  // the first number behind what was read, as in the list
     const Table upper;
     const uint8_t *rest, *next_rest = nullptr;
-    const bool in_parts;
+    const WeightCells* const cells;
 
 public:
     const uint8_t* from;
     const int bytes;  // of 32 weights, a vector
 
     // Unpacks to `room` for `places` weights, one behind the other. Where it ends, they begin anew.
-    PanelReader(const WeightPanel& panel, bf16* room, int64_t places)
+    PanelReader(const Panel& panel, bf16* room, int64_t places)
         : other(panel.others), room(room), places(places), upper(table_of(panel.upper)), rest(panel.rest),
-          in_parts(panel.in_parts), from(panel.at), bytes(vector_bytes(panel)) {}
+          cells(panel.cells), from(panel.at), bytes(vector_bytes(panel)) {}
 
     // Prefetches a panel's second part while this one is read.
-    void ask_for_rest(const WeightPanel* next) { next_rest = next ? next->rest : nullptr; }
+    void ask_for_rest(const Panel* next) { next_rest = next ? next->rest : nullptr; }
 
     // Returns the weights of the next `groups` groups. They must not reach over the end of the room.
     INLINE const bf16* take(int groups) {
@@ -247,11 +217,11 @@ public:
             from += groups * GROUP * 2;
             return there;
         }
-        if (in_parts) take_parts(groups, to);
+        if (std::is_same_v<Panel, HeadPanel> && cells) take_parts(groups, to);
         else for (int i = 0; i < groups; i++, from += GROUP_BYTES) unpack(from, upper, to + i * GROUP);
         const uint32_t begin = limit >> 8;
-        for (limit += (uint32_t)groups * GROUP << 8; *other < limit; other++)
-            ((uint8_t*)(to + ((*other >> 8) - begin)))[1] = (uint8_t)*other;
+        for (limit += (uint32_t)groups * GROUP * 2 << 8; *other < limit; other++)
+            ((uint8_t*)to)[(*other >> 8) - begin] = (uint8_t)*other;
         place += groups * GROUP;
         if (place == places) place = 0;
         return to;
@@ -259,12 +229,11 @@ public:
 
 private:
     INLINE void take_parts(int groups, bf16* to) {
-        for (int i = 0; i < groups; i++, from += GROUP_BYTES - REST_BYTES) {
-            unpack_parts(from, rest, upper, to + i * GROUP);
-            if (!rest) continue;
-            rest += REST_BYTES;
-            __builtin_prefetch(rest + SOON * REST_BYTES);
-            if (next_rest) __builtin_prefetch(next_rest, 0, 2), next_rest += REST_BYTES;
+        for (int i = 0; i < groups; i++, from += PART_BYTES) {
+            unpack_cells(from, rest, *cells, (uint16_t*)(to + i * GROUP));
+            rest += PART_BYTES;
+            ask_for_part(rest + SOON * PART_BYTES);
+            if (next_rest) ask_for_part(next_rest), next_rest += PART_BYTES;
         }
     }
 };

@@ -5,20 +5,22 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from keepwarm.runtime.native.build import LANES, compiled
+from keepwarm.runtime.native.build import LANES, compiled, done
 from keepwarm.runtime.native.memory import WeightMemory
 
 _SOURCE = Path(__file__).with_name("twelve.cpp")
 _PANEL = np.dtype(  # WeightPanel
-    [("at", np.uint64), ("others", np.uint64), ("upper", np.uint8, 16), ("rest", np.uint64), ("in_parts", np.int64)]
+    [("at", np.uint64), ("others", np.uint64), ("upper", np.uint8, 16), ("rest", np.uint64), ("cells", np.uint64)]
 )
-_PAIRED, _REST = 8, 64  # columns of a group, and bytes of its second part, as in twelve.h
-_FEW = 512  # of so many weights at most one may have another upper byte; for more, 12 bits are slower than 16
-_MOST_COLUMNS = 1 << 20  # the list numbers a panel's weights in 24 bits; so many columns have more
+_CELLS = np.dtype([("first", np.uint16, 64), ("middle", np.uint16, 64), ("count", np.uint8, 64)])  # WeightCells
+_PAIRED, _PART = 8, 96  # columns of a group, and bytes of its second part, as in cells.h
+_FEW = 512  # of so many weights at most one may have no code; for more, 12 bits are slower than 16
+_MOST_COLUMNS = 1 << 19  # the list numbers a panel's bytes in 24 bits; so many columns have more
 
 
 class _Matrix(ctypes.Structure):
@@ -27,7 +29,6 @@ class _Matrix(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("across", ctypes.c_int64),
-        ("in_parts", ctypes.c_int64),
     )
 
 
@@ -42,10 +43,13 @@ class Panels:
         """Copies the weight to `memory`. `deep`: columns that the processor multiplies together. A matrix can be packed
         `in_parts`. Raises MemoryError."""
         matrices = [*_matrices(weight)]
-        self.errors = np.zeros(-(-len(matrices[0]) // LANES) * LANES, np.float32) if in_parts else None
-        tables = [_table(matrix, deep, memory, self.errors) for matrix in matrices]
-        if not tables[0]["in_parts"].any():
-            self.errors = None
+        self.errors: np.ndarray | None = None
+        self._cells = np.zeros(1, dtype=_CELLS)
+        if in_parts:
+            table, self.errors = _in_parts(matrices[0], deep, memory, self._cells)
+            tables = [table]
+        else:
+            tables = [_table(matrix, deep, memory) for matrix in matrices]
         none = np.zeros(4, dtype=_PANEL)  # kernels ask for what follows the last panel: there is nothing
         self.table = np.concatenate([*tables, none])
 
@@ -63,27 +67,63 @@ def _matrices(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         yield matrix.contiguous()
 
 
-def _table(matrix: torch.Tensor, deep: int, memory: WeightMemory, errors: np.ndarray | None) -> np.ndarray:
-    rows, columns = matrix.shape
-    across, threads = -(-columns // max(deep, _PAIRED)) * max(deep, _PAIRED), torch.get_num_threads()
+class _Plan:
+    """What the library's functions take of a matrix."""
+
+    def __init__(self, matrix: torch.Tensor, across: int, chosen: np.ndarray) -> None:
+        self.table = np.zeros(-(-len(matrix) // LANES), dtype=_PANEL)
+        self.ends = np.zeros(len(self.table), dtype=np.int64)
+        self._most = self.table.size * LANES * across // _FEW
+        self._source = _Matrix(matrix.data_ptr(), *matrix.shape, across)
+        self._taken = (ctypes.byref(self._source), _address(chosen), _address(self.ends))
+
+    def made(self, function: Any, threads: int) -> bool:
+        """Fill in what is chosen, and `ends`. Returns whether few weights have no code. Raises MemoryError."""
+        function.restype = ctypes.c_int64
+        return bool(done(function(*self._taken, threads)) <= self._most)
+
+    def packed(self, function: Any, *into: ctypes.c_void_p, threads: int) -> np.ndarray:
+        function(*self._taken, *into, _address(self.table), threads)
+        return self.table
+
+
+def _across(matrix: torch.Tensor, deep: int) -> int:
+    return -(-matrix.shape[1] // max(deep, _PAIRED)) * max(deep, _PAIRED)
+
+
+def _table(matrix: torch.Tensor, deep: int, memory: WeightMemory) -> np.ndarray:
+    across, threads = _across(matrix, deep), torch.get_num_threads()
     found = compiled(_SOURCE)
     if found is None or across >= _MOST_COLUMNS:
         return _wide(matrix, across, memory)
-    library = found.library
-    library.keepwarm_twelve_plan.restype = ctypes.c_int64
-    table = np.zeros(-(-rows // LANES), dtype=_PANEL)
-    upper, ends = np.zeros(16, dtype=np.uint8), np.zeros(len(table), dtype=np.int64)
-    source = _Matrix(matrix.data_ptr(), rows, columns, across, errors is not None)
-    plan = (ctypes.byref(source), ctypes.c_void_p(upper.ctypes.data), ctypes.c_void_p(ends.ctypes.data))
-    others = library.keepwarm_twelve_plan(*plan, threads)
-    if others * _FEW > table.size * LANES * across:
+    upper = np.zeros(16, dtype=np.uint8)
+    plan = _Plan(matrix, across, upper)
+    if not plan.made(found.library.keepwarm_twelve_plan, threads):
         return _wide(matrix, across, memory)
-    room = memory.room(int(ends[-1]))
-    rest = None if errors is None else memory.room(len(table) * across // _PAIRED * _REST).data_ptr()
-    bounds = None if errors is None else errors.ctypes.data
-    into = (ctypes.c_void_p(address) for address in (room.data_ptr(), rest, bounds, table.ctypes.data))
-    library.keepwarm_twelve_pack(*plan, *into, threads)
-    return table
+    room = memory.room(int(plan.ends[-1]))
+    return plan.packed(found.library.keepwarm_twelve_pack, ctypes.c_void_p(room.data_ptr()), threads=threads)
+
+
+def _in_parts(
+    matrix: torch.Tensor, deep: int, memory: WeightMemory, cells: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Pack a matrix in two parts, and choose its cells; in one part if they leave out too many weights. Returns its
+    panels, and the errors of its first part."""
+    across, threads = _across(matrix, deep), torch.get_num_threads()
+    found = compiled(_SOURCE)
+    if found is None or across >= _MOST_COLUMNS:
+        return _wide(matrix, across, memory), None
+    plan = _Plan(matrix, across, cells)
+    if not plan.made(found.library.keepwarm_cells_plan, threads):
+        return _table(matrix, deep, memory), None
+    errors = np.zeros(len(plan.table) * LANES, dtype=np.float32)
+    room, rest = memory.room(int(plan.ends[-1])), memory.room(len(plan.table) * across // _PAIRED * _PART)
+    into = (ctypes.c_void_p(room.data_ptr()), ctypes.c_void_p(rest.data_ptr()), _address(errors))
+    return plan.packed(found.library.keepwarm_cells_pack, *into, threads=threads), errors
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _wide(matrix: torch.Tensor, across: int, memory: WeightMemory) -> np.ndarray:
