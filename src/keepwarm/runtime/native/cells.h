@@ -45,6 +45,13 @@ inline float float_of(uint16_t bits) {
     return value;
 }
 
+// Returns what processors multiply: they take numbers below the normal ones for zero.
+inline float factor_of(const void* at) {
+    uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return bits & 0x7f80 ? float_of(bits) : 0.f;
+}
+
 // ---- choosing cells ----
 
 // A run of values, and what estimating its weights by their mean costs.
@@ -133,7 +140,7 @@ inline void put_six(uint8_t* part, int number, uint8_t value) {
 constexpr double LARGE = 1e18;  // sums of products of smaller norms do not overflow
 
 // Sets errors[r] so that a row of x times its weights is off by at most errors[r] |x|, by their norms (Cauchy-Schwarz), if
-// only the first part is read. Both ways to add up round by at most 1.5 `across` 2^-23 of the weights' norm.
+// only the first part is read. Both ways to add up round by at most 4 `across` 2^-23 of the weights' norm.
 inline void bound_errors(const WeightMatrix& m, const CellCodes& codes, int64_t panel, float* errors) {
     for (int r = 0; r < LANES; r++) {
         const int64_t row = panel * LANES + r;

@@ -50,7 +50,7 @@ struct PlainRows {
     }
     // Of one of the last rows: a pair, and a number.
     Vec pair(int row, int64_t column) const { return Operand<X>::splat(at(row) + column / MANY); }
-    float number(int row, int64_t column) const { return float_of(((const uint16_t*)at(row))[column]); }
+    float number(int row, int64_t column) const { return factor_of((const Element*)at(row) + column); }
     Vec get(int row, int column) const {
         if (row >= beside) return load((const Element*)at(row) + column);
         X each[LANES / MANY], *from = at(row) + column / MANY * BLOCK;

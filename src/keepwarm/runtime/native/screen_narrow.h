@@ -47,14 +47,15 @@ class NarrowHead {
 
     // Adds what weights in no cell differ by from the middle of the first one, which has stood for them.
     void add_listed(const HeadPanel& panel, int rows, int side, Vec (*to)[2]) const {
-        const float stood = float_of(panel.cells->middle[0]);
+        const float stood = factor_of(panel.cells->middle);
         float sums[SCREENED][LANES];
         for (int m = 0; m < rows; m++) store(sums[m], to[m][side]);
         for (const uint32_t* other = panel.others; *other != LAST; other += 2) {
             const int64_t number = *other >> 9;
             const int within = number % GROUP, lane = within % 32 / 2;
             const int64_t column = number / GROUP * PAIRED + within / 32 * 2 + within % 2;
-            const float more = float_of((uint16_t)((other[1] & 255) << 8 | (other[0] & 255))) - stood;
+            const uint16_t weight = (other[1] & 255) << 8 | (other[0] & 255);
+            const float more = factor_of(&weight) - stood;
             for (int m = 0; m < rows; m++) sums[m][lane] += more * x.number(m, column);
         }
         for (int m = 0; m < rows; m++) to[m][side] = load(sums[m]);
@@ -62,6 +63,7 @@ class NarrowHead {
 
 public:
     static constexpr float near = 0x1.04p-7f;  // logits are rounded to bfloat16
+    static_assert(Rows::BLOCK > SCREENED, "no row lies beside others, so `pair` finds it");
 
     NarrowHead(const Model& m, const Rows& x, int rows, float* norms)
         : x(x), rows(rows), norms(norms), panels((const HeadPanel*)m.head), errors(m.errors) {}

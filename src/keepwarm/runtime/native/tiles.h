@@ -69,7 +69,7 @@ struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width /
     bf16* place(int row, int column) const { return p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP; }
     void put(int row, int column, Vec v) const { store(place(row, column), v); }
     Vec get(int row, int column) const { return load(place(row, column)); }
-    float number(int row, int column) const { return float_of(*(const uint16_t*)place(row, column)); }
+    float number(int row, int column) const { return factor_of(place(row, column)); }
     Vec pair(int row, int column) const {
         int32_t bits;
         std::memcpy(&bits, place(row, column), sizeof bits);
