@@ -145,13 +145,6 @@ inline float half_power(int exponent) {
     return value;
 }
 
-inline float widened_bf16(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
 // Returns the number at an index of an array of a kind: F16, BF16 or F32.
 inline float number_at(int kind, const uint8_t* from, int64_t i) {
     float value;

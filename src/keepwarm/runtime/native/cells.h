@@ -38,18 +38,11 @@ constexpr int GROUP = 128, PAIRED = 8;     // weights of a group; their columns
 constexpr int PART_BYTES = GROUP * 6 / 8;  // of a group
 constexpr uint8_t NO_CODE = 255;
 
-inline float float_of(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
 // Returns what processors multiply: they take numbers below the normal ones for zero.
 inline float factor_of(const void* at) {
     uint16_t bits;
     std::memcpy(&bits, at, sizeof bits);
-    return bits & 0x7f80 ? float_of(bits) : 0.f;
+    return bits & 0x7f80 ? widened_bf16(bits) : 0.f;
 }
 
 // ---- choosing cells ----
@@ -58,12 +51,12 @@ inline float factor_of(const void* at) {
 struct Cell {
     int first, count;
     double weights = 0, mean, cost = 0;
-    Cell(const int64_t* seen, int first, int count) : first(first), count(count), mean(float_of(first)) {
+    Cell(const int64_t* seen, int first, int count) : first(first), count(count), mean(widened_bf16(first)) {
         double sum = 0;
-        for (int i = first; i < first + count; i++) weights += seen[i], sum += seen[i] * (double)float_of(i);
+        for (int i = first; i < first + count; i++) weights += seen[i], sum += seen[i] * (double)widened_bf16(i);
         if (!weights || !std::isfinite(mean)) return;  // infinities, and what is no number
         mean = sum / weights;
-        for (int i = first; i < first + count; i++) cost += seen[i] * (float_of(i) - mean) * (float_of(i) - mean);
+        for (int i = first; i < first + count; i++) cost += seen[i] * (widened_bf16(i) - mean) * (widened_bf16(i) - mean);
     }
 };
 
@@ -122,7 +115,7 @@ struct CellCodes {
         for (int i = 0; i < 64; i++) std::memset(code + cells.first[i], i, cells.count[i]);
     }
     bool has(uint16_t weight) const { return code[weight] != NO_CODE; }
-    float estimate(uint16_t weight) const { return float_of(cells.middle[has(weight) ? code[weight] : 0]); }
+    float estimate(uint16_t weight) const { return widened_bf16(cells.middle[has(weight) ? code[weight] : 0]); }
 };
 
 // Puts a number of six bits to its place in a part of a group: [32 words] of two and a half numbers, [32] bytes of the rest.
@@ -147,7 +140,7 @@ inline void bound_errors(const WeightMatrix& m, const CellCodes& codes, int64_t 
         double wrong = 0, norm = 0;
         for (int64_t c = 0; c < m.columns && row < m.rows; c++) {
             const uint16_t bits = m.at[row * m.columns + c];
-            const double weight = float_of(bits), estimate = codes.estimate(bits);
+            const double weight = widened_bf16(bits), estimate = codes.estimate(bits);
             if (codes.has(bits)) wrong += (weight - estimate) * (weight - estimate);
             norm += std::max(weight * weight, estimate * estimate);
         }

@@ -117,21 +117,19 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
             int count, int first, const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total,
             float* const* acc) {
     constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY;
-    constexpr int ONCE = WHOLE ? VL : 1;                // vectors of lanes whose scores are computed at once
-    constexpr int KEYS = WHOLE && ONCE == 1 ? PAGE : 4;  // and keys: more sums are added to while one is not ready
+    constexpr int KEYS = 4, ONCE = WHOLE ? VL : 1;  // keys, and vectors of lanes, whose scores are computed at once
     alignas(64) float score[UNIT * VL * LANES];
     alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run past the end
     Vec top[VL];
     for (int v = 0; v < VL; v++) top[v] = maximum[v];
     for (int t = 0; t < count; t += KEYS) {
         const X* k = keys[t / PAGE] + (t % PAGE) * DIM;
-        const char* const next_keys = ahead[t / PAGE] + t % PAGE * row_bytes;
-        const char* const next_values = ahead[UNIT / PAGE + t / PAGE] + t % PAGE * row_bytes;
+        for (int kv = 0; kv < 2; kv++)  // the next unit is fetched while this one is computed
+            for (int at = 0; at < KEYS * row_bytes; at += 64)
+                __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * row_bytes + at);
         for (int from = 0; from < VL; from += ONCE) {
             Vec s[KEYS][ONCE] = {};
             for (int d = 0; d < DIM; d++) {
-                // The next unit is fetched while this one is computed, a line at a time: more of them would have to wait.
-                if (const int at = d / 2 * 64; from == 0 && at < KEYS * row_bytes) __builtin_prefetch((d % 2 ? next_values : next_keys) + at);
                 Vec a[ONCE];
                 for (int v = 0; v < ONCE; v++) a[v] = load(q + (d * VL + from + v) * LANES);
                 for (int j = 0; j < KEYS; j++) {
@@ -139,14 +137,12 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
                     for (int v = 0; v < ONCE; v++) s[j][v] = Operand<X>::add(a[v], b, s[j][v]);
                 }
             }
-            for (int j = 0; j < KEYS; j++)  // all of them: if some were chosen here, the loop above would keep its sums in memory
-                for (int v = 0; v < ONCE; v++) store(score + ((t + j) * VL + from + v) * LANES, s[j][v]);
-            for (int j = t; j < t + KEYS && j < count; j++)
-                for (int v = from; v < from + ONCE; v++) {
-                    float* const at = score + (j * VL + v) * LANES;
-                    const Vec value = load(at);
-                    if (masked) store(at, pick(unseen(first + j, position[v], window), splat(NEVER), value));
-                    top[v] = max(top[v], load(at));
+            for (int j = 0; j < KEYS && t + j < count; j++)
+                for (int v = 0; v < ONCE; v++) {
+                    const int at = from + v;
+                    if (masked) s[j][v] = pick(unseen(first + t + j, position[at], window), splat(NEVER), s[j][v]);
+                    store(score + ((t + j) * VL + at) * LANES, s[j][v]);
+                    top[at] = max(top[at], s[j][v]);
                 }
         }
     }

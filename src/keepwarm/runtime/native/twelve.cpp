@@ -41,7 +41,7 @@ extern "C" {
 
 // Chooses the sixteen upper bytes. See `lay_out` for the rest.
 int64_t keepwarm_twelve_plan(const WeightMatrix* m, uint8_t* upper, int64_t* ends, int threads) {
-    constexpr int MOST = 64;
+    constexpr int MOST = 64;  // threads; more would not count faster
     threads = std::min(threads, MOST);
     int64_t counts[MOST][256] = {}, *const seen = counts[0];
     each_weight(*m, threads, [&](int thread, uint16_t weight) { counts[thread][weight >> 8]++; });

@@ -98,4 +98,11 @@ inline Vec gelu(Vec x) {
     return x * splat(0.5f) * pick(x < Vec{}, rest, splat(2.f) - rest);
 }
 
+inline float widened_bf16(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
 }  // namespace
