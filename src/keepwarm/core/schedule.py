@@ -53,6 +53,12 @@ class Scratch:
         return max(1, (math.isqrt(b * b + 4 * a * self.bound) - b) // (2 * a))
 
 
+def evenly(length: int, most: int) -> int:
+    """Return how long parts of at most `most` are, if a length of at least 1 is cut into as few as possible, and all
+    but the last one are as long."""
+    return -(-length // -(-length // most))
+
+
 def _longest(step: int, scratch: Scratch | None, position: int) -> int:
     return step if scratch is None else min(step, scratch.most_rows(position))
 
@@ -75,9 +81,10 @@ class Pages:
         return tuple(sorted({*pages, *apart, length})) if apart else (*pages, length)
 
     def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
-        """Yield the steps that compute `[reached, cuts[-1])`."""
+        """Yield the steps that compute `[reached, cuts[-1])`. They are about as long: a short one costs more for each
+        token."""
         while reached < cuts[-1]:
-            end = min(reached + _longest(self.step, self.scratch, reached), cuts[-1])
+            end = reached + evenly(cuts[-1] - reached, _longest(self.step, self.scratch, reached))
             yield reached, end
             reached = end
 

@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
+from keepwarm.core.schedule import evenly
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.arena.state_bytes import OwnCache
@@ -101,9 +102,8 @@ class Runner:
         self._body = _body(model)
         # One lock per model object: engines that share the model share its attention setting.
         self.lock: TurnLock = model.__dict__.setdefault("_keepwarm_lock", TurnLock())
-        self.piece: int | None = (
-            None  # threads that are not preferred release the lock after this many rows; None: after a step
-        )
+        # Threads that are not preferred release the lock after this many rows; None: as often as the decoder likes.
+        self.piece: int | None = None
 
     @property
     def is_invariant(self) -> bool:
@@ -254,13 +254,18 @@ class Runner:
         largest: bool = False,
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
-        arena, most = cache.arena, None if self.lock.is_preferred else self.piece
-        if there is not None:
-            return self._lean_step(lean, tokens, arena, start, wanted, there, largest)
-        while most is not None and len(tokens) > most and not (wanted and wanted[0] < most):
-            self._lean_step(lean, tokens[:most], arena, start, [])
-            tokens, start, wanted = tokens[most:], start + most, [row - most for row in wanted]
-        return self._lean_step(lean, tokens, arena, start, wanted, None, largest)
+        arena = cache.arena
+        rows = len(tokens) if there is not None else self._rows_of_a_step(lean, len(tokens))
+        while len(tokens) > rows and not (wanted and wanted[0] < rows):
+            self._lean_step(lean, tokens[:rows], arena, start, [])
+            tokens, start, wanted = tokens[rows:], start + rows, [row - rows for row in wanted]
+        return self._lean_step(lean, tokens, arena, start, wanted, there, largest)
+
+    def _rows_of_a_step(self, lean: Decoder, rows: int) -> int:
+        """Return how many of so many rows to run at once. Their bits do not depend on it."""
+        limits = (lean.rows_at_once, None if self.lock.is_preferred else self.piece)
+        most = min((limit for limit in limits if limit is not None), default=rows)
+        return evenly(rows, most) if rows else 0
 
     def _lean_step(
         self,

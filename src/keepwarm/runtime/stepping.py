@@ -34,6 +34,7 @@ class Decoder(Protocol):
     """Runs forward passes in which a row's bits depend only on the tokens at and before it. One call at a time."""
 
     threads: int | None  # threads of a step, if threads compute; None: as many as torch uses
+    rows_at_once: int | None  # a step of more rows is better run in pieces; None: it is not
 
     @property
     def name(self) -> str:

@@ -70,6 +70,7 @@ class TritonDecoder:
         self.dtype = model.dtype
         self.scaling = parts.scaling
         self.threads: int | None = None
+        self.rows_at_once: int | None = None
         self.is_routed = bool(parts.experts)
         self._parts, self._windows = parts, tuple(windows)
         with self._on_device():

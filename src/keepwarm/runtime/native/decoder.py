@@ -26,6 +26,7 @@ from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Chosen
+from keepwarm.runtime.native.memory import pages
 from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.packing import LANES, LOG2E, Packing
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
@@ -34,6 +35,8 @@ from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRec
 from keepwarm.runtime.native.tables import RotaryTables
 from keepwarm.runtime.native.windows import differing
 from keepwarm.runtime.stepping import ArrivingLayers
+
+_ROWS_AT_ONCE = 512  # more rows do not fit into a processor's own cache (decision 153)
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
@@ -90,6 +93,8 @@ class LeanDecoder:
             *(table.numpy().tobytes() for table in self._tables.every),
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
+        # Each expert of a layer gets so many rows on average.
+        self.rows_at_once: int | None = _ROWS_AT_ONCE * max(1, self._model.experts // max(1, self._model.chosen))
         self._scratch = torch.empty(0, dtype=torch.float32)
 
     @property
@@ -247,7 +252,10 @@ class LeanDecoder:
         )
         need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
         if need > self._scratch.numel():
-            self._scratch = torch.empty(need, dtype=torch.float32)
+            self._scratch = torch.empty(0, dtype=torch.float32)  # the old one goes before the new one comes
+            self._scratch = torch.frombuffer(
+                pages(4 * (need * 5 // 4)), dtype=torch.float32
+            )  # it grows with the context
         step.scratch = self._scratch.data_ptr()
         step.last = end = self._model.layers if layers is None else layers
         if seen is not None:
