@@ -159,3 +159,11 @@ def test_steps_cover_what_is_left_to_compute(grid: Pages | Schedule, length: int
     assert all(0 < end - start <= grid.step for start, end in steps)
     if isinstance(grid, Schedule):
         assert {end for _, end in steps} == {cut for cut in cuts if cut > reached}, "the prompt's own steps"
+
+
+@given(st.integers(1, 90), st.integers(0, 400), LENGTHS)
+def test_steps_of_pages_are_few_and_the_last_two_are_as_long(step: int, reached: int, length: int) -> None:
+    widths = [end - start for start, end in Pages(step).steps((reached + length,), reached)]
+    assert len(widths) == -(-length // step)
+    assert all(width == step for width in widths[:-2])
+    assert all(0 <= before - last <= 1 for before, last in pairwise(widths[-2:]))

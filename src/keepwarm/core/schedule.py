@@ -53,10 +53,12 @@ class Scratch:
         return max(1, (math.isqrt(b * b + 4 * a * self.bound) - b) // (2 * a))
 
 
-def evenly(length: int, most: int) -> int:
-    """Return how long parts of at most `most` are, if a length of at least 1 is cut into as few as possible, and all
-    but the last one are as long."""
-    return -(-length // -(-length // most))
+def next_part(length: int, most: int) -> int:
+    """Return how long the next part of this length is, if a part has at most `most`. The last two parts are as long:
+    a short one would cost more for each token."""
+    if length <= most:
+        return length
+    return min(most, -(-length // 2))
 
 
 def _longest(step: int, scratch: Scratch | None, position: int) -> int:
@@ -81,10 +83,9 @@ class Pages:
         return tuple(sorted({*pages, *apart, length})) if apart else (*pages, length)
 
     def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
-        """Yield the steps that compute `[reached, cuts[-1])`. They are about as long: a short one costs more for each
-        token."""
+        """Yield the steps that compute `[reached, cuts[-1])`."""
         while reached < cuts[-1]:
-            end = reached + evenly(cuts[-1] - reached, _longest(self.step, self.scratch, reached))
+            end = reached + next_part(cuts[-1] - reached, _longest(self.step, self.scratch, reached))
             yield reached, end
             reached = end
 

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
-from keepwarm.core.schedule import evenly
+from keepwarm.core.schedule import next_part
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.arena.state_bytes import OwnCache
@@ -255,17 +255,18 @@ class Runner:
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         arena = cache.arena
-        rows = len(tokens) if there is not None else self._rows_of_a_step(lean, len(tokens))
-        while len(tokens) > rows and not (wanted and wanted[0] < rows):
+        while there is None and (rows := self._next_rows(lean, len(tokens))) < len(tokens):
+            if wanted and wanted[0] < rows:
+                break
             self._lean_step(lean, tokens[:rows], arena, start, [])
             tokens, start, wanted = tokens[rows:], start + rows, [row - rows for row in wanted]
         return self._lean_step(lean, tokens, arena, start, wanted, there, largest)
 
-    def _rows_of_a_step(self, lean: Decoder, rows: int) -> int:
-        """Return how many of so many rows to run at once. Their bits do not depend on it."""
+    def _next_rows(self, lean: Decoder, rows: int) -> int:
+        """Return how many of so many rows to run first. Their bits do not depend on it."""
         limits = (lean.rows_at_once, None if self.lock.is_preferred else self.piece)
         most = min((limit for limit in limits if limit is not None), default=rows)
-        return evenly(rows, most) if rows else 0
+        return next_part(rows, most)
 
     def _lean_step(
         self,

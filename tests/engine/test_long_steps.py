@@ -1,0 +1,72 @@
+"""Long steps run in pieces: the same answers and the same stored KV as at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.every_model import make
+from tests.helpers.lean import compiled
+from tests.helpers.lean_families import lean_family
+from tests.helpers.models import tiny
+from tests.helpers.prompts import ids
+
+from keepwarm import Engine
+from keepwarm.runtime.native.decoder import LeanDecoder
+
+PROMPT = [20 + token for token in ids(150, 1, 100)]  # ids that the small vocabularies have
+MODELS = {
+    "llama": lambda: tiny("llama"),
+    "gemma3": lambda: lean_family("gemma3"),
+    "qwen3_5": lambda: make("qwen3_5_text"),
+}
+
+pytestmark = [
+    pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
+    pytest.mark.host_memory("the lean decoder attends to the host's memory"),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of each step."""
+    lean = engine.pipeline.model.runner.lean
+    assert isinstance(lean, LeanDecoder)
+    seen: list[int] = []
+    step = lean.step
+    monkeypatch.setattr(
+        lean, "step", lambda tokens, *args, **kw: seen.append(len(tokens[0])) or step(tokens, *args, **kw)
+    )
+    return seen
+
+
+def test_pieces_change_no_bit(model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine stores what it computes in pieces; another one, which computes at once, answers from it."""
+    with Engine.from_pretrained((model, tokenizer), store=tmp_path) as engine:
+        rows = steps_of(engine, monkeypatch)
+        whole = engine.generate(PROMPT, max_new_tokens=4, trace=True, reuse="off")
+        assert rows[0] == len(PROMPT)
+        lean = engine.pipeline.model.runner.lean
+        assert lean is not None
+        lean.rows_at_once = 40
+        rows.clear()
+        pieces = engine.generate(PROMPT, max_new_tokens=4, trace=True)
+        assert rows[:4] == [40, 40, 35, 35]
+    with Engine.from_pretrained((model, tokenizer), store=tmp_path) as engine:
+        again = engine.generate(PROMPT, max_new_tokens=4, trace=True)
+    assert again.cached_tokens >= 128
+    assert pieces.token_ids == again.token_ids == whole.token_ids
+    assert pieces.logits_digest == again.logits_digest == whole.logits_digest
+
+
+def test_a_step_has_more_rows_where_each_uses_some_of_the_experts(tokenizer: Any) -> None:
+    with Engine.from_pretrained((lean_family("qwen3-moe"), tokenizer)) as engine:
+        lean = engine.pipeline.model.runner.lean
+        assert isinstance(lean, LeanDecoder)
+        experts = engine.pipeline.model.model.config
+        assert lean.rows_at_once == 512 * experts.num_experts // experts.num_experts_per_tok
