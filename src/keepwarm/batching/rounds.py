@@ -17,6 +17,7 @@ from keepwarm.batching.decoding import Decoding
 from keepwarm.batching.request import Prefilling, Running, Waiting, begun
 from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.results import Piece
+from keepwarm.core.schedule import next_part
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
@@ -140,7 +141,10 @@ class Rounds:
         start, end = job.steps.popleft()
         placed = job.opened.placed
         if self._runner.lean is not None and placed is not None and not placed.plan.relocates:
-            whole, end = end, min(end, start + self._turns.rows)  # rows are independent, so a step may be split
+            whole, end = (
+                end,
+                start + next_part(end - start, self._turns.rows),
+            )  # rows are independent, so a step may be split
             if end < whole:
                 job.steps.appendleft((end, whole))
         started = time.perf_counter()

@@ -133,9 +133,9 @@ def _blended(
 
 def without_chunks(plan: LinkPlan, grid: Grid, blocks: Chain) -> LinkPlan:
     """Return a plan that loads the same beginning and computes everything else in the prompt's own steps."""
-    return LinkPlan(
-        plan.length, (*plan.loads, *_computes(grid, blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
-    )
+    spans: tuple[PlanSpan, ...] = (*plan.loads, *_computes(grid, blocks, plan.prefix_end))
+    reusable = plan.length - 1 if grid.inside else None
+    return LinkPlan(plan.length, spans, plan.prefix_end, MissReason.DIVERGED, reusable)
 
 
 def _labelled(loads: tuple[Load, ...], lossy: bool) -> tuple[Load, ...]:

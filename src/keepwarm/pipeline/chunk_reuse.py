@@ -174,7 +174,7 @@ class Chunks:
             if chunk.foreign and chunk.learn and not self._is_stored(chunk):
                 try:
                     self._copy(placed.arena, chunk, placed.linked.namespace, placed.linked.epoch)
-                except (KeepwarmError, RuntimeError) as error:  # no free arena, say; the request is answered anyway
+                except (KeepwarmError, RuntimeError, MemoryError) as error:  # the request is answered anyway
                     log.warning("a chunk of a prompt is not kept: %s", error)
                     self._count(failed=1)
                     return
@@ -373,7 +373,7 @@ class Chunks:
                         self._divergence.append(found)
             except _Closed:
                 return
-            except (KeepwarmError, RuntimeError) as error:
+            except (KeepwarmError, RuntimeError, MemoryError) as error:
                 log.warning("idle work failed: %s", error)
                 self._count(failed=1)
             finally:

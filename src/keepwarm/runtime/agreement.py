@@ -62,7 +62,7 @@ def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None
         arena.lora = lora
         mine = run(ours, arena.cache)
         theirs = run(own, reference())
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+    except (ValueError, RuntimeError, MemoryError, TypeError, IndexError) as error:
         return first_line(error)
     if theirs.isfinite().all() and not mine.isfinite().all():
         return "some logits are not finite"

@@ -50,6 +50,19 @@ def _body(model: PreTrainedModel) -> torch.nn.Module:
     return model
 
 
+def _parts(
+    tokens: TokenIds, start: int, wanted: list[int], most: int | None
+) -> Iterator[tuple[TokenIds, int, list[int]]]:
+    """Yield parts of at most `most` rows of a step, with their positions and wanted rows. The last part has all the
+    wanted rows, however long it is."""
+    while (
+        most is not None and (rows := next_part(len(tokens), most)) < len(tokens) and min(wanted, default=rows) >= rows
+    ):
+        yield tokens[:rows], start, []
+        tokens, start, wanted = tokens[rows:], start + rows, [row - rows for row in wanted]
+    yield tokens, start, wanted
+
+
 def _last(tokens: Sequence[TokenIds]) -> list[int]:
     """Return each sequence's last row."""
     return [end - 1 for end in accumulate(map(len, tokens))]
@@ -102,7 +115,7 @@ class Runner:
         self._body = _body(model)
         # One lock per model object: engines that share the model share its attention setting.
         self.lock: TurnLock = model.__dict__.setdefault("_keepwarm_lock", TurnLock())
-        # Threads that are not preferred release the lock after this many rows; None: as often as the decoder likes.
+        # Threads that are not preferred release the lock after this many rows; None: after a step.
         self.piece: int | None = None
 
     @property
@@ -254,39 +267,48 @@ class Runner:
         largest: bool = False,
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
-        arena = cache.arena
-        while there is None and (rows := self._next_rows(lean, len(tokens))) < len(tokens):
-            if wanted and wanted[0] < rows:
-                break
-            self._lean_step(lean, tokens[:rows], arena, start, [])
-            tokens, start, wanted = tokens[rows:], start + rows, [row - rows for row in wanted]
-        return self._lean_step(lean, tokens, arena, start, wanted, there, largest)
-
-    def _next_rows(self, lean: Decoder, rows: int) -> int:
-        """Return how many of so many rows to run first. Their bits do not depend on it."""
-        limits = (lean.rows_at_once, None if self.lock.is_preferred else self.piece)
-        most = min((limit for limit in limits if limit is not None), default=rows)
-        return next_part(rows, most)
+        most = None if there is not None or self.lock.is_preferred else self.piece
+        for part in _parts(tokens, start, wanted, most):
+            logits = self._lean_step(lean, cache.arena, *part, there, largest)
+        return logits
 
     def _lean_step(
         self,
         lean: Decoder,
-        tokens: TokenIds,
         arena: Arena,
+        tokens: TokenIds,
         start: int,
         wanted: list[int],
-        there: torch.Tensor | None = None,
-        largest: bool = False,
+        there: torch.Tensor | None,
+        largest: bool,
+    ) -> torch.Tensor:
+        """Run a step, in parts if the decoder likes that better. While KV arrives, a long step is at work meanwhile."""
+        with self.lock, self._room(), torch.inference_mode():
+            most = None if there is not None or arena.arrivals else lean.rows_at_once
+            for part in _parts(tokens, start, wanted, most):
+                logits = self._append(lean, arena, *part, there, largest)
+        return logits
+
+    def _append(
+        self,
+        lean: Decoder,
+        arena: Arena,
+        tokens: TokenIds,
+        start: int,
+        wanted: list[int],
+        there: torch.Tensor | None,
+        largest: bool,
     ) -> torch.Tensor:
         arena.check(start)
-        with self.lock, self._room(), torch.inference_mode():
-            sequence = arena.sequenced(start + len(tokens))  # may wait for what is still arriving
-            try:
-                logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving, there, largest=largest)
-            except BaseException:
-                arena.states.lose()
-                raise
-            arena.advance(start + len(tokens))
+        end = start + len(tokens)
+        sequence = arena.sequenced(end)  # may wait for what is still arriving
+        largest = largest and bool(wanted)
+        try:
+            logits = lean.step([tokens], [start], [sequence], wanted, arena.arriving, there, largest=largest)
+        except BaseException:
+            arena.states.lose()
+            raise
+        arena.advance(end)
         return logits
 
     def run_rows(

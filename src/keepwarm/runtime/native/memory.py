@@ -55,4 +55,4 @@ def pages(size: int) -> mmap.mmap:
     try:
         return private_memory(size)
     except OSError as error:
-        raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
+        raise MemoryError(f"the system gives no {size} bytes more ({error})") from error

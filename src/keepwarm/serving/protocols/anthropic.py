@@ -345,7 +345,7 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
         if not begun:
             begun = True
             plan = answer.plan
-            stored = plan.cached_tokens if plan.miss_reason in UNSTORED else plan.computes[-1].start
+            stored = plan.cached_tokens if plan.miss_reason in UNSTORED else plan.last_cut
             written = max(0, stored - plan.cached_tokens)
             usage = about.usage(plan.length, plan.cached_tokens, written, 1)
             start = {**about.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
