@@ -63,6 +63,16 @@ def test_a_stream_says_the_same(client: Any) -> None:
     assert kinds[-1] == "message_stop"
 
 
+def test_a_stream_begins_with_the_usage_with_which_it_ends(client: Any) -> None:
+    new = {"messages": [{"role": "user", "content": "Which train is never late, and why is it? " * 9}]}
+    with client.messages.stream(**ASKED | new) as stream:
+        begun = next(event.message.usage for event in stream if event.type == "message_start")
+        final = stream.get_final_message().usage
+    assert begun.cache_creation_input_tokens > 50
+    for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+        assert getattr(begun, name) == getattr(final, name)
+
+
 def test_blocks_tools_and_results(client: Any) -> None:
     use = {"type": "tool_use", "id": "toolu_01", "name": "timetable", "input": {"day": 1}}
     result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": [{"type": "text", "text": "none today"}]}
