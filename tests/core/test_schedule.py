@@ -162,7 +162,7 @@ def test_steps_cover_what_is_left_to_compute(grid: Pages | Schedule, length: int
 
 
 @given(st.integers(1, 90), st.integers(0, 400), LENGTHS)
-def test_steps_of_pages_are_few_and_the_last_two_are_as_long(step: int, reached: int, length: int) -> None:
+def test_steps_of_pages_are_few_and_the_last_two_have_the_same_length(step: int, reached: int, length: int) -> None:
     widths = [end - start for start, end in Pages(step).steps((reached + length,), reached)]
     assert len(widths) == -(-length // step)
     assert all(width == step for width in widths[:-2])

@@ -141,10 +141,8 @@ class Rounds:
         start, end = job.steps.popleft()
         placed = job.opened.placed
         if self._runner.lean is not None and placed is not None and not placed.plan.relocates:
-            whole, end = (
-                end,
-                start + next_part(end - start, self._turns.rows),
-            )  # rows are independent, so a step may be split
+            whole = end
+            end = start + next_part(whole - start, self._turns.rows)  # rows are independent, so a step may be split
             if end < whole:
                 job.steps.appendleft((end, whole))
         started = time.perf_counter()

@@ -54,8 +54,8 @@ class Scratch:
 
 
 def next_part(length: int, most: int) -> int:
-    """Return how long the next part of this length is, if a part has at most `most`. The last two parts are as long:
-    a short one would cost more for each token."""
+    """Return the length of the next part, if a part has at most `most`. The last two parts have the same length: a
+    short one would cost more for each token."""
     if length <= most:
         return length
     return min(most, -(-length // 2))

@@ -55,9 +55,9 @@ def _parts(
 ) -> Iterator[tuple[TokenIds, int, list[int]]]:
     """Yield parts of at most `most` rows of a step, with their positions and wanted rows. The last part has all the
     wanted rows, however long it is."""
-    while (
-        most is not None and (rows := next_part(len(tokens), most)) < len(tokens) and min(wanted, default=rows) >= rows
-    ):
+    while most is not None and (rows := next_part(len(tokens), most)) < len(tokens):
+        if min(wanted, default=rows) < rows:
+            break
         yield tokens[:rows], start, []
         tokens, start, wanted = tokens[rows:], start + rows, [row - rows for row in wanted]
     yield tokens, start, wanted
@@ -282,7 +282,7 @@ class Runner:
         there: torch.Tensor | None,
         largest: bool,
     ) -> torch.Tensor:
-        """Run a step, in parts if the decoder likes that better. While KV arrives, a long step is at work meanwhile."""
+        """Run a step, in parts if it is long. While KV is arriving it is whole: all of it overlaps with that."""
         with self.lock, self._room(), torch.inference_mode():
             most = None if there is not None or arena.arrivals else lean.rows_at_once
             for part in _parts(tokens, start, wanted, most):

@@ -93,7 +93,7 @@ class LeanDecoder:
             *(table.numpy().tobytes() for table in self._tables.every),
         ).hex()
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
-        # Each expert of a layer gets so many rows on average.
+        # With experts it is more: then each of them gets so many rows on average.
         self.rows_at_once: int | None = _ROWS_AT_ONCE * max(1, self._model.experts // max(1, self._model.chosen))
         self._scratch = torch.empty(0, dtype=torch.float32)
 
@@ -253,9 +253,8 @@ class LeanDecoder:
         need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
         if need > self._scratch.numel():
             self._scratch = torch.empty(0, dtype=torch.float32)  # the old one goes before the new one comes
-            self._scratch = torch.frombuffer(
-                pages(4 * (need * 5 // 4)), dtype=torch.float32
-            )  # it grows with the context
+            room = need * 5 // 4  # the need grows with the context
+            self._scratch = torch.frombuffer(pages(4 * room), dtype=torch.float32)
         step.scratch = self._scratch.data_ptr()
         step.last = end = self._model.layers if layers is None else layers
         if seen is not None:

@@ -1,4 +1,4 @@
-"""Memory for packed weights, in huge pages where the system has them.
+"""Memory for packed weights and for the results inside a step, in huge pages where the system has them.
 
 A step reads every weight once, so with small pages it looks up an address every 4 KiB. Most weights are smaller than a
 huge page. So many of them share one mapping.
@@ -55,4 +55,4 @@ def pages(size: int) -> mmap.mmap:
     try:
         return private_memory(size)
     except OSError as error:
-        raise MemoryError(f"the system gives no {size} bytes more ({error})") from error
+        raise MemoryError(f"the system has no memory for {size} bytes more ({error})") from error
