@@ -72,7 +72,7 @@ def kv_files(engine: Engine) -> int:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    with Engine.from_pretrained("demo") as model:
+    with Engine.from_pretrained("demo", dtype="bfloat16") as model:
         pair = model.pipeline.model.model, model.pipeline.model.tokenizer
         for what, first, second in cases():
             with tempfile.TemporaryDirectory() as folder:

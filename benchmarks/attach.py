@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     lines = []
-    with Engine.from_pretrained("demo", reuse="off") as engine:
+    with Engine.from_pretrained("demo", dtype="bfloat16", reuse="off") as engine:
         model, tokenizer = engine.pipeline.model.model, engine.pipeline.model.tokenizer
         plain = getattr(tokenizer, "tokenizer", tokenizer)
         places: list[float] = []

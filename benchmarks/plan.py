@@ -56,14 +56,14 @@ STEPS = (
     ),
     Step(
         "batch",
-        ("{python} benchmarks/batch.py --rounds 3 --output {out}",),
+        ("{python} benchmarks/batch.py --dtype bfloat16 --rounds 3 --output {out}",),
         ("batch.jsonl",),
         3,
         quick="--requests 1 2 --prefix 64 --rounds 1 --new 4",
     ),
     Step(
         "tools",
-        (f"{_CLI} bench tools --counts 5,10,20,50 --rounds 5 --output {{out}}",),
+        (f"{_CLI} bench tools --dtype bfloat16 --counts 5,10,20,50 --rounds 5 --output {{out}}",),
         ("tools.jsonl",),
         2,
         quick="--counts 1,2 --rounds 1",

@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="a JSON line per case is added to this file")
     options = parser.parse_args()
-    loaded = load("demo", EngineConfig.build())
+    loaded = load("demo", EngineConfig.build(dtype="bfloat16"))
     with tempfile.TemporaryDirectory() as folder:
         for line in measure((loaded.model, loaded.tokenizer), options.prefix, options.rounds, Path(folder)):
             line["machine"] = platform.processor() or platform.machine()

@@ -84,7 +84,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def direct(model: str, system: str, hits: int) -> dict[str, Any]:
     """The engine alone."""
-    with keepwarm.Engine.from_pretrained(model) as engine:
+    with keepwarm.Engine.from_pretrained(model, dtype="bfloat16") as engine:
         engine.warm(messages=[{"role": "system", "content": system}])
         times = []
         for question in questions(hits, 1):
@@ -183,7 +183,9 @@ def main() -> None:
         {"part": "direct", **direct(given.model, system, given.hits)},
     ]
     with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(given.model, Path(folder) / "store", "--log-format", "text").ready()
+        server = ServerProcess(
+            given.model, Path(folder) / "store", "--dtype", "bfloat16", "--log-format", "text"
+        ).ready()
         try:
             name = httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT).json()["data"][0]["id"]
             rows.append({"part": "overhead", **overhead(server.url, name, system, given.hits)})

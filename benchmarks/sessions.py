@@ -133,7 +133,7 @@ def child(store: Path, session: str) -> dict[str, Any]:
 
 def answer_child(arguments: str) -> None:
     store, session = json.loads(arguments)
-    with Engine.from_pretrained("demo", store=store, **SETTINGS) as engine:
+    with Engine.from_pretrained("demo", dtype="bfloat16", store=store, **SETTINGS) as engine:
         result = engine.generate(NEXT, session=session, max_new_tokens=REPLY, trace=True)
         print(
             json.dumps({
@@ -284,7 +284,9 @@ def memory(model: Any, work: Path) -> Iterator[dict[str, Any]]:
 def extend(arguments: str) -> None:
     """One bound. Nothing is stored beside what the arena holds, whose memory is touched when the engine is made."""
     bound, step = json.loads(arguments)
-    with Engine.from_pretrained("demo", max_scratch=bound, step=step, max_ram=0, **SETTINGS) as engine:
+    with Engine.from_pretrained(
+        "demo", dtype="bfloat16", max_scratch=bound, step=step, max_ram=0, **SETTINGS
+    ) as engine:
         head, tail = text_of(engine, 1000), text_of(engine, 5000)[31:]
         engine.generate("Hello.", max_new_tokens=2)
         before = held()
@@ -329,7 +331,7 @@ def main() -> None:
         extend(options.extend)
         return
     parts["turns"] = partial(turns, options.turns)
-    loaded = load("demo", EngineConfig.build())
+    loaded = load("demo", EngineConfig.build(dtype="bfloat16"))
     machine = {
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    model = load("demo", EngineConfig.build())
+    model = load("demo", EngineConfig.build(dtype="bfloat16"))
     arena = Arena(model.geometry, options.prefix + max(LENGTHS), model.runner.port, touch=True)
     tokens = token_ids([7 + n % 1000 for n in range(options.prefix + max(LENGTHS))])
     model.runner.step(tokens[: options.prefix], arena.cache, 0)

@@ -150,7 +150,7 @@ def other_process(name: str, store: Path, step: int, prefix: int) -> float:
 
 def child(arguments: str) -> None:
     name, store, step, prefix = json.loads(arguments)
-    with Engine.from_pretrained(name, store=store, step=step, min_step=min(step, 128)) as engine:
+    with Engine.from_pretrained(name, dtype="bfloat16", store=store, step=step, min_step=min(step, 128)) as engine:
         prompt = messages(system_prompt(engine, prefix), QUESTIONS[0])
         result = engine.generate(messages=prompt, max_new_tokens=1)
         assert set(result.cached_by_tier) == {"disk"}, result.cached_by_tier
@@ -185,7 +185,7 @@ def main() -> None:
     if options.child:
         child(options.child)
         return
-    loaded = load(options.model, EngineConfig.build())  # once, for all engines
+    loaded = load(options.model, EngineConfig.build(dtype="bfloat16"))  # once, for all engines
     model = (loaded.model, loaded.tokenizer)
     options.output.mkdir(parents=True, exist_ok=True)
     machine = {

