@@ -20,7 +20,7 @@ from tests.helpers.cli import Cli
 from tests.helpers.doctor import KEY, Look, filled
 from tests.helpers.gguf_files import write
 from tests.helpers.remotes import free_port
-from transformers import AutoConfig
+from transformers import AutoConfig, GPTNeoXConfig
 
 from keepwarm.config import EngineConfig
 from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, runs_from_file
@@ -254,6 +254,20 @@ def test_the_demo_model_needs_pip_until_it_is_there(
     (folder / "config.json").unlink()
     found = look("--store", tmp_path / "none", "--dtype", "bfloat16")[1]["model"]
     assert (found["status"], str(file) in found["detail"]) == ("ok", True)
+
+
+def test_it_says_whether_the_kernels_have_a_models_class(
+    look: Look, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    def told(folder: Path, *more: str) -> str:
+        return str(look("--store", tmp_path / "none", "--model", folder, *more)[1]["model"]["detail"])
+
+    assert "LlamaForCausalLM runs on Keepwarm's kernels" in told(saved("llama"))
+    assert "LlamaForCausalLM runs through transformers: reuse ends" in told(saved("llama"), "--dtype", "float16")
+    (other := tmp_path / "other").mkdir()
+    (other / "model.safetensors").write_bytes(b"")
+    GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]).save_pretrained(other)
+    assert "GPTNeoXForCausalLM runs through transformers: reuse ends" in told(other)
 
 
 def test_kv_is_told_in_the_dtype_that_the_model_gets(look: Look, saved: Callable[..., Path], tmp_path: Path) -> None:

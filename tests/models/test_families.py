@@ -364,6 +364,18 @@ def test_choice(tokenizer: Any, config: dict[str, Any], template: str | None, ad
             chosen.render([{"role": "user", "content": "Hi"}])
 
 
+def test_a_template_that_is_no_jinja_is_told_apart_from_a_refusal(tokenizer: Any) -> None:
+    broken, refusing = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    broken.chat_template = "{% for message in messages %}\n{{ message.content }"
+    refusing.chat_template = "{{ raise_exception('no, thanks') }}"
+    for changed, says in (
+        (broken, r"is no Jinja \(line 2: .*fetch the model's"),
+        (refusing, "refused the messages: no, th"),
+    ):
+        with pytest.raises(TemplateError, match=says):
+            GenericAdapter(HFTokenizer(changed)).render([{"role": "user", "content": "Hi"}])
+
+
 @pytest.mark.parametrize("family", [QwenAdapter, LlamaAdapter, GenericAdapter])
 def test_a_template_without_tools_gets_them_in_the_system_prompt(
     tokenizer: Any, family: Callable[[HFTokenizer], GenericAdapter]

@@ -142,6 +142,11 @@ class ChatTemplate:
                 list(messages), tokenize=False, chat_template=source, **kwargs
             )
             return Drawn(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the model's chat template is no Jinja (line {error.lineno}: {error.message}): mend it, or fetch the "
+                "model's tokenizer again"
+            ) from error
         except (
             jinja2.TemplateError,
             TypeError,

@@ -104,7 +104,9 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")
     try:
-        told += _alone(config, file.parent)
+        alone = _alone(config, file.parent)
+        told += f"; its language model is loaded alone, as {alone}: prompts are texts" if alone else ""
+        told += _computed_by(config, alone, settings)
     except UnsupportedModel as error:
         return Finding("model", "fail", f"{name}: {error}", "docs/models.md says which models run")
     try:
@@ -115,16 +117,28 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
 
 
 def _alone(config: Mapping[str, Any], folder: Path) -> str:
-    """Say which part of a model that reads pictures or sound is loaded. Raises UnsupportedModel if none can be."""
+    """Return the class as which the language model is loaded, of a model that reads pictures or sound; empty for others.
+    Raises UnsupportedModel if none can be."""
     if not isinstance(config.get("text_config"), dict):
         return ""
     from keepwarm.runtime.checkpoint import class_alone  # imports transformers
 
     try:
-        found = class_alone(folder)
+        return class_alone(folder)
     except (OSError, ValueError, KeyError):  # a type that transformers does not know
         return ""
-    return f"; its language model is loaded alone, as {found}: prompts are texts" if found else ""
+
+
+def _computed_by(config: Mapping[str, Any], alone: str, settings: EngineConfig) -> str:
+    """Say whether the kernels have a model's class. Of quantized weights, `_in_4_bits` says it."""
+    if isinstance(config.get("quantization_config"), dict) or settings.attention != "auto":
+        return ""
+    from keepwarm.runtime.native.families import COVERED  # imports torch
+
+    name = alone or next(iter(config.get("architectures") or ()), "")
+    if name in COVERED and settings.dtype != "float16":
+        return f"; on the CPU, {name} runs on Keepwarm's kernels"
+    return f"; {name or 'its class'} runs through transformers: reuse ends where messages, documents or whole steps end"
 
 
 def _in_4_bits(config: Mapping[str, Any]) -> str:
