@@ -117,7 +117,7 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
 
 
 def _alone(config: Mapping[str, Any], folder: Path) -> str:
-    """Return the class as which the language model is loaded, of a model that reads pictures or sound; empty for others.
+    """Return the class as which the language model of one that reads pictures or sound is loaded; empty for others.
     Raises UnsupportedModel if none can be."""
     if not isinstance(config.get("text_config"), dict):
         return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +35,8 @@ _PLANES = np.dtype(
     + [(name, "<i4") for name in ("heads", "dim", "pairs", "padding")]
 )
 _TOGETHER = 16 << 20  # about this many bytes of KV are put in place by one call
-_TRIED = 4  # tokens that the check runs
+_TEXTS = 3  # that the check tries
+_TRIED = 4  # tokens of each
 _MOVED = 37  # positions by which it moves them
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
 
@@ -124,8 +126,23 @@ class Relocator:
         return turns
 
     def _check(self, runner: Runner) -> None:
-        """Run the same tokens at two positions. Values must be equal, and keys must be rotations of each other."""
-        tokens = token_ids([1 + i * 7919 % (runner.vocabulary - 1) for i in range(_TRIED)])
+        """Raise UnsupportedModel unless the model's keys move as its configuration says.
+
+        Several texts are tried: in half precision, rounding one large number otherwise may change all that comes behind
+        it. A wrong rotation is wrong with every text.
+        """
+        reasons = (self._unmoved(runner, text) for text in range(_TEXTS))
+        told = [*takewhile(bool, reasons)]
+        if len(told) == _TEXTS:
+            raise UnsupportedModel(
+                f"{type(runner.model).__name__} does not move as its configuration says: {told[0]} at another "
+                "position, so reuse='chunks' is refused; 'exact' and 'prefix' work"
+            )
+
+    def _unmoved(self, runner: Runner, text: int) -> str:
+        """Run the same tokens at two positions. Values must be equal, and keys must be rotations of each other. Returns
+        what differs, or an empty text."""
+        tokens = token_ids([1 + (text * _TRIED + i) * 7919 % (runner.vocabulary - 1) for i in range(_TRIED)])
         caches = []
         for start in (0, _MOVED):
             caches.append(DynamicCache(config=runner.model.config))
@@ -144,11 +161,8 @@ class Relocator:
             for name, ours, theirs in (("keys", moved, there.keys), ("values", here.values, there.values)):
                 off = (ours.float() - theirs.float()).abs().max().item()
                 if not off <= tolerance * max(theirs.float().abs().max().item(), 1e-6):
-                    raise UnsupportedModel(
-                        f"{type(runner.model).__name__} does not move as its configuration says: the {name} of layer "
-                        f"{layer} differ by {off:.3g} at another position, so reuse='chunks' is refused; 'exact' and "
-                        "'prefix' work"
-                    )
+                    return f"the {name} of layer {layer} differ by {off:.3g}"
+        return ""
 
 
 _Move = tuple[Bytes, Plane, int, Turn | None]  # rows, the target plane, the first position there, and keys' rotation
