@@ -37,7 +37,7 @@ from benchmarks.execution import alone, execute, stoppable
 from benchmarks.inputs import NOT_CODE, not_read_by
 from benchmarks.plan import PEERS, RESULTS, ROOT, STEPS, Step
 
-from keepwarm.config import cache_dir
+from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.native.build import level
 from keepwarm.runtime.processor import cpu_name
 
@@ -171,8 +171,9 @@ def prepared(step: Step, here: Here) -> dict[str, str]:
         "work": str(here.work),
         "models": str(here.models),
         "traces": str(here.traces),
-        "demo": str(cache_dir() / "models" / "smollm2-135m-instruct"),
     }
+    if any("{demo}" in command for command in step.commands):
+        names["demo"] = str(demo_model(print))
     for need in step.needs:
         kind, _, name = need.partition(" ")
         if kind == "model" and not (here.models / name).exists():

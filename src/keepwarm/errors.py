@@ -6,7 +6,7 @@
     ├── PromptError            a request cannot be run as asked                      (also ValueError)
     │   ├── EmptyPrompt        no token to run
     │   ├── PromptTooLong      prompt and new tokens do not fit the context window, or the memory there is
-    │   └── TemplateError      the chat template refused the messages
+    │   └── TemplateError      the chat template refused the messages, or does not compile
     ├── ModelError
     │   ├── ModelNotFound      neither a folder, a GGUF file, a hub id that loads, nor "demo"
     │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is not a decoder
@@ -73,7 +73,7 @@ class PromptTooLong(PromptError):
 
 
 class TemplateError(PromptError):
-    """The model's chat template refused the messages or tools."""
+    """The model's chat template refused the messages or tools, or does not compile."""
 
 
 class ModelError(KeepwarmError):

@@ -22,8 +22,7 @@ from tests.helpers.gguf_files import write
 from tests.helpers.remotes import free_port
 from transformers import AutoConfig, GPTNeoXConfig
 
-from keepwarm.config import EngineConfig
-from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, runs_from_file
+from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place
 from keepwarm.runtime.place import device_of, dtype_of
 
 
@@ -247,10 +246,14 @@ def test_the_demo_model_needs_pip_until_it_is_there(
     (folder / "config.json").write_text("{}")
     found = look("--store", tmp_path / "none", "--dtype", "bfloat16")[1]["model"]
     assert (found["status"], f"rm -r {folder}" in found["advice"]) == ("fail", True)
-    file.write_bytes(b"GGUF, but no more")
-    taken = file if runs_from_file(EngineConfig.build()) else folder
+    monkeypatch.setattr("keepwarm.cli.doctor.model.runs_from_file", lambda settings: settings.dtype is None)
     found = look("--store", tmp_path / "none")[1]["model"]
-    assert (found["status"], f"{taken}: the first use" in found["advice"]) == ("fail", True)
+    assert (found["status"], f"an earlier version kept it, in {folder}" in found["detail"]) == ("warn", True)
+    file.write_bytes(b"GGUF, but no more")
+    assert "not downloaded yet" in look("--store", tmp_path / "none")[1]["model"]["detail"]
+    monkeypatch.setattr("keepwarm.runtime.demo_model.GGUF_BYTES", file.stat().st_size)
+    found = look("--store", tmp_path / "none")[1]["model"]
+    assert (found["status"], f"rm {file}: the first use" in found["advice"]) == ("fail", True)
     (folder / "config.json").unlink()
     found = look("--store", tmp_path / "none", "--dtype", "bfloat16")[1]["model"]
     assert (found["status"], str(file) in found["detail"]) == ("ok", True)
@@ -262,7 +265,7 @@ def test_it_says_whether_the_kernels_have_a_models_class(
     def told(folder: Path, *more: str) -> str:
         return str(look("--store", tmp_path / "none", "--model", folder, *more)[1]["model"]["detail"])
 
-    assert "LlamaForCausalLM runs on Keepwarm's kernels" in told(saved("llama"))
+    assert "Keepwarm's kernels for the CPU have LlamaForCausalLM" in told(saved("llama"))
     assert "LlamaForCausalLM runs through transformers: reuse ends" in told(saved("llama"), "--dtype", "float16")
     (other := tmp_path / "other").mkdir()
     (other / "model.safetensors").write_bytes(b"")

