@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import ModuleType
@@ -82,8 +82,13 @@ class Kernels(threading.Thread):
         self.why = ""
 
     def run(self) -> None:
-        try:
+        with self._told():
             self._compile()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, subprocess.SubprocessError) as error:
             self.why = f"not compiled ({error}): a model's first load does it"
 
@@ -103,7 +108,7 @@ class Kernels(threading.Thread):
         forms = [levels.kernels_defines(level, in_blocks=in_blocks, adapters=False) for in_blocks in (True, False)]
         wanted = [*((SOURCES / "kernels.cpp", form) for form in forms), *((SOURCES / name, ()) for name in BESIDE)]
         folder = SOURCES / levels.DELIVERED
-        named = {
+        named = {  # those that take longest come first
             folder / level.name / levels.library_name(source, level, more): (source, more) for source, more in wanted
         }
         for old in set(folder.glob("*/*")) - named.keys():  # of earlier sources
@@ -111,13 +116,23 @@ class Kernels(threading.Thread):
         missing = {to: what for to, what in named.items() if not to.exists()}
         self.all = len(missing)
         (folder / level.name).mkdir(parents=True, exist_ok=True)
-        for to, (source, more) in missing.items():
-            part = to.with_suffix(".part")
-            for command in levels.commands(compiler, source, level, more, part, levels.OpenMP()):
-                subprocess.run(command, check=True, capture_output=True)
-            part.with_suffix(".o").unlink()
-            part.rename(to)
-            self.did += 1
+        waiting = iter([*missing.items()])  # shared by the threads
+
+        def work() -> None:
+            with self._told():
+                for to, (source, more) in waiting:
+                    part = to.with_suffix(".part")
+                    for command in levels.commands(compiler, source, level, more, part, levels.OpenMP()):
+                        subprocess.run(command, check=True, capture_output=True)
+                    part.with_suffix(".o").unlink()
+                    part.rename(to)
+                    self.did += 1
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(os.cpu_count() or 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def by_path(name: str, path: str) -> ModuleType:
