@@ -19,7 +19,7 @@ import transformers
 from tests.helpers.models import tiny
 
 from keepwarm.core.cost import Costs
-from keepwarm.runtime.demo_model import demo_model
+from keepwarm.runtime.demo_model import demo_file, demo_model
 from keepwarm.runtime.device import PORTS
 from keepwarm.store import coming, storing
 from keepwarm.testing.device import AdversarialPort
@@ -96,7 +96,8 @@ def unhurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
-    """Folder of the embedded model."""
+    """Folder of the embedded model. Its file is there, too, which earlier versions did not keep."""
+    demo_file()
     return demo_model()
 
 

@@ -32,7 +32,7 @@ LLAMA, MLX, SGLANG = "needs llama-server", "tests/mlx", "needs SGLang's server"
 BLOCKS = {
     "README.md": [INDEX, MODEL, MODEL],
     "docs/fleet.md": [FLEET, FLEET, MODEL, MODEL, MODEL, SGLANG],
-    "docs/gguf.md": ["tests/cli/test_cli_gguf.py", "tests/models/test_hub_gguf.py"],
+    "docs/gguf.md": ["tests/cli/test_cli_gguf.py", "tests/models/test_hub_gguf.py", HERE],
     "docs/gpu.md": [DEVICE, DEVICE],
     "docs/howto/bundles.md": [HERE],
     "docs/howto/encrypt.md": [HERE],

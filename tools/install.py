@@ -105,10 +105,10 @@ class Kernels(threading.Thread):
         level = next((each for each in able if takes(compiler, each)), None)
         if level is None:
             return
-        forms = [levels.kernels_defines(level, in_blocks=in_blocks, adapters=False) for in_blocks in (True, False)]
-        wanted = [*((SOURCES / "kernels.cpp", form) for form in forms), *((SOURCES / name, ()) for name in BESIDE)]
+        plain = levels.kernels_defines(level, in_blocks=False, adapters=False)
+        wanted = [(SOURCES / "kernels.cpp", plain), *((SOURCES / name, ()) for name in BESIDE)]  # the longest is first
         folder = SOURCES / levels.DELIVERED
-        named = {  # those that take longest come first
+        named = {
             folder / level.name / levels.library_name(source, level, more): (source, more) for source, more in wanted
         }
         for old in set(folder.glob("*/*")) - named.keys():  # of earlier sources

