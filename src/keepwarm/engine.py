@@ -42,7 +42,7 @@ class Engine:
         model: ModelSource,
         *,
         adapters: Mapping[str, str | Path] | None = None,
-        progress: Callable[[str], None] = log.info,
+        progress: Callable[[str], None] = log.warning,
         **settings: Unpack[EngineArgs],
     ) -> Engine:
         """Load a model and open its store.
@@ -50,7 +50,8 @@ class Engine:
         `model` is a folder, a GGUF file, a hub id (`owner/name`, or `owner/name:Q4_K_M` for GGUF files; `HF_TOKEN` is
         honoured), `"demo"` or a loaded `(model, tokenizer)` pair; `adapters` are folders of LoRA adapters by name,
         which `Engine.adapters` loads; `settings` are the fields of `EngineConfig`; `progress` is called with what takes
-        long. Raises ConfigError, ModelError and StoreError with the cure in the message.
+        long at the first use. By default that is logged as a warning, which shows where no logging is set up. Raises
+        ConfigError, ModelError and StoreError with the cure in the message.
         """
         config = EngineConfig.build(**settings)
         check(config)

@@ -34,7 +34,7 @@ _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type"
 _KEPT = 8 << 20  # characters of what is remembered of tools, of checked tools and of headers, each
 _TOOL_ENDS = 8  # most ends of tools that are looked for per request; each takes some renderings
 _USER_TAG = 64  # characters; the template's text before a user's own is shorter
-_NO_TEMPLATE = "the model has no chat template: give a text (prompt=, /v1/completions, keepwarm run --raw), or add one"
+_NO_TEMPLATE = "the model has no chat template: give a text (prompt=, /v1/completions, keepwarm run --raw)"
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
 
 

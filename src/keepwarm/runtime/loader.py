@@ -161,7 +161,7 @@ class LoadedModel:
             )
 
 
-def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
+def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.warning) -> LoadedModel:
     """Load a model from a folder, a GGUF file, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.

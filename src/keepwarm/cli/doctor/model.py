@@ -73,6 +73,9 @@ def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
         told = _geometry(whole.config().to_dict(), settings)
     except UnsupportedModel as error:
         return Finding("model", "fail", str(error), "docs/gguf.md lists what runs, and says how files are named")
+    if settings.dtype == "float16":
+        cure = "leave the dtype out: a GGUF file takes bfloat16 or float32"
+        return Finding("model", "fail", f"{name} is there, and does not run in float16", cure)
     types = ", ".join(sorted({each.tensor_type.name for each in whole.reader.tensors}))
     told = f"{name} is there and runs: {whole.architecture} in {types}; {told}"
     if not whole.has_template:

@@ -49,11 +49,11 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
 
 def check_gguf(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError if GGUF files do not run so; UnsupportedModel if there is no compiler for the kernels."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"GGUF files are run on the CPU, in bfloat16 or float32; got {device} and {dtype}. Pass device='cpu', or "
-            "the model's folder with safetensors"
-        )
+    if device.type != "cpu":
+        raise ConfigError(f"GGUF files run on the CPU, got {device}: leave the device out, or pass the model's folder")
+    if dtype not in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"a GGUF file takes bfloat16 or float32, got {name}: leave dtype out")
     if not can_compute():
         raise UnsupportedModel("GGUF files need a C++ compiler (install g++): their weights stay in their blocks")
 

@@ -231,7 +231,7 @@ def _compile(
     compiler: Sequence[str], source: Path, level: Level, defines: Sequence[str], path: Path, openmp: OpenMP
 ) -> None:
     """Compile to a temporary file and rename it: another process sees a whole library or none."""
-    log.info("compiling %s for %s", source, level.name)
+    log.warning("compiling Keepwarm's %s for %s, once", source.name, level.name)  # shown without any logging set up
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
