@@ -142,8 +142,8 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
     try:
         commands(args=arguments, prog_name=name)
     except KeepwarmError as error:
-        is_told = not isinstance(error, TemplateError) or "--raw" in str(error)
-        cure = "" if is_told else "; on the command line: --raw"
+        lacks_cure = isinstance(error, TemplateError) and "--raw" not in str(error)
+        cure = "; on the command line: --raw" if lacks_cure else ""
         print(f"keepwarm: {error}{cure}", file=sys.stderr)
         raise SystemExit(exit_code(error)) from None
     except KeyboardInterrupt:  # before a command was chosen

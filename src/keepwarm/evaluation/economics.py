@@ -160,7 +160,6 @@ def machine(engine: Engine) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": engine.pipeline.model.identity.dtype,
-        "is_quantized": engine.pipeline.model.identity.quantization != "none",
         "attention": engine.pipeline.model.attention,
         "context_window": engine.pipeline.model.context_window,
     }

@@ -15,7 +15,7 @@ def device_of(asked: str | None) -> torch.device:
         return torch.device(next(name for name, there in present.items() if there))
     if not present.get(asked.partition(":")[0]):
         names = ", ".join(name for name, there in present.items() if there)
-        raise ConfigError(f"device {asked!r} is not here; present are {names}: name one of these, or none")
+        raise ConfigError(f"device {asked!r} is not here; present are {names}: name one of these, or leave it out")
     return torch.device(asked)
 
 
