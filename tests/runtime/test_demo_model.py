@@ -13,6 +13,7 @@ from keepwarm.runtime.demo_model import demo_file
 TEXT = "The archive keeps every letter that came to the harbour since the year of the flood. " * 12
 
 
+@pytest.mark.host_memory("all but the last token is reused by invariant arithmetic alone")
 def test_both_forms_are_exact_and_mostly_say_the_same(demo_folder: Path) -> None:
     likeliest = []
     for source in ("demo", demo_file()):
