@@ -19,6 +19,7 @@ from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine, Generation
 from keepwarm.batching import rounds
+from keepwarm.core.schedule import next_part
 from keepwarm.errors import ConfigError, PromptError
 from keepwarm.pipeline.prefix_loader import PrefixLoader
 from keepwarm.runtime.native.places import PAGE
@@ -250,7 +251,8 @@ def test_cancelling_in_the_queue_in_prefill_and_while_running(llama: Engine) -> 
         with pytest.raises(CancelledError):
             list(pieces)
         nothing_held(batcher)
-    assert llama.generate(prompt, max_new_tokens=1).cached_tokens >= STEP, "what it had computed is kept"
+    first = next_part(len(prompt), STEP)  # it was cancelled in this step or the next one
+    assert llama.generate(prompt, max_new_tokens=1).cached_tokens >= first, "what it had computed is kept"
 
 
 @pytest.mark.host_memory("only the lean decoder cuts a step between rows")
