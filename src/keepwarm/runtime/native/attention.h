@@ -17,6 +17,7 @@ inline VecI unseen(int at, VecI position, int window) { return (position < at) |
 template <int CAPACITY>
 struct LaneList {
     static constexpr int MOST = CAPACITY;
+    static_assert(MOST >= TASK);
     alignas(64) float maximum[MOST], total[MOST];
     alignas(64) int32_t where[MOST];
     float* acc[MOST + 8];  // null after the last lane
@@ -209,11 +210,10 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
                int of, int& next, Barrier& barrier) {
     const int kv_heads = m.layer[layer].kv_heads, group = m.heads / kv_heads, lanes = (s.works == 1 ? s.work[0].rows : on.rows) * group;
     const int begin = b.wide ? 0 : b.first_part(m.layer[layer]), parts = b.wide ? 1 : b.parts - begin;
-    const int least = b.wide ? 3 * LANES : LANES, wanted = (b.wide ? 8 : 2) * of;
-    int most = Lanes::MOST;
+    int most = b.wide ? Even(lanes, kv_heads, of).each : Lanes::MOST;
     const auto each = [&] { return s.works == 1 ? most : std::max(most / group, 1) * group; };
     const auto slices = [&] { return (lanes + each() - 1) / each(); };
-    while (most > least && kv_heads * parts * slices() < wanted) most -= LANES;  // so that every thread gets tasks
+    while (!b.wide && most > LANES && kv_heads * parts * slices() < 2 * of) most -= LANES;  // so that every thread gets tasks
     const int tasks = kv_heads * parts * slices();
     for (;;) {
         int task;

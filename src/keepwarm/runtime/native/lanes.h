@@ -110,42 +110,60 @@ __attribute__((noinline)) void cap_scores(float* score, int count, float cap, co
         }
 }
 
+// Fetches the next unit's rows [t, t + count) of keys and values while this unit is computed.
+template <int BYTES>
+inline void ask_for_next(const char* const* ahead, int t, int count) {
+    for (int kv = 0; kv < 2; kv++)
+        for (int at = 0; at < count * BYTES; at += 64)
+            __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * BYTES + at);
+}
+
+// Masks the scores of positions [t, last) of a unit, which begins at `first`, and finds the highest ones.
+template <int VL>
+inline void find_top(float* score, int t, int last, int first, const VecI* position, int window, bool masked, Vec* top) {
+    for (; t < last; t++)
+        for (int v = 0; v < VL; v++) {
+            float* const at = score + (t * VL + v) * LANES;
+            Vec value = load(at);
+            if (masked) store(at, value = pick(unseen(first + t, position[v], window), splat(NEVER), value));
+            top[v] = max(top[v], value);
+        }
+}
+
 // Attends to one unit of positions with VL vectors of query lanes. `q` is [dim operands][VL * 16], scaled. `maximum`,
 // `total` and `acc` are each lane's state.
-template <int VL, int DV, class X>
-void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
-            int count, int first, const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total,
-            float* const* acc) {
+template <int VL, int DV, int BYTES, class X>
+void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int count, int first,
+            const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total, float* const* acc) {
     constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY;
-    constexpr int KEYS = 4, ONCE = WHOLE ? VL : 1;  // keys, and vectors of lanes, whose scores are computed at once
+    constexpr int KEYS = WHOLE && VL == 1 ? 8 : 4, ONCE = WHOLE ? VL : 1;  // keys and vectors that are handled at once
     alignas(64) float score[UNIT * VL * LANES];
     alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run past the end
     Vec top[VL];
     for (int v = 0; v < VL; v++) top[v] = maximum[v];
     for (int t = 0; t < count; t += KEYS) {
         const X* k = keys[t / PAGE] + (t % PAGE) * DIM;
-        for (int kv = 0; kv < 2; kv++)  // the next unit is fetched while this one is computed
-            for (int at = 0; at < KEYS * row_bytes; at += 64)
-                __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * row_bytes + at);
+        ask_for_next<BYTES>(ahead, t, KEYS);
         for (int from = 0; from < VL; from += ONCE) {
             Vec s[KEYS][ONCE] = {};
             for (int d = 0; d < DIM; d++) {
                 Vec a[ONCE];
                 for (int v = 0; v < ONCE; v++) a[v] = load(q + (d * VL + from + v) * LANES);
-                for (int j = 0; j < KEYS; j++) {
+#pragma GCC unroll 8
+                for (int j = 0; j < KEYS; j++) {  // without unrolling, the sums would be kept in memory
                     const Vec b = Operand<X>::splat(k + j * DIM + d);
                     for (int v = 0; v < ONCE; v++) s[j][v] = Operand<X>::add(a[v], b, s[j][v]);
                 }
             }
-            for (int j = 0; j < KEYS && t + j < count; j++)
-                for (int v = 0; v < ONCE; v++) {
-                    const int at = from + v;
-                    if (masked) s[j][v] = pick(unseen(first + t + j, position[at], window), splat(NEVER), s[j][v]);
-                    store(score + ((t + j) * VL + at) * LANES, s[j][v]);
-                    top[at] = max(top[at], s[j][v]);
-                }
+            for (int j = 0; j < KEYS; j++)
+                for (int v = 0; v < ONCE; v++) store(score + ((t + j) * VL + from + v) * LANES, s[j][v]);
+            if (masked || t + KEYS > count) continue;
+            for (int j = 0; j < KEYS; j++)
+                for (int v = 0; v < ONCE; v++) top[from + v] = max(top[from + v], s[j][v]);
         }
     }
+    const int known = masked ? 0 : count / KEYS * KEYS;  // positions whose scores are in `top`
+    find_top<VL>(score, known, count, first, position, window, masked, top);
     if (cap) cap_scores<VL>(score, count, cap, maximum, top);
     alignas(64) float factor[VL * LANES + LANES];
     for (int v = 0; v < VL; v++) {
@@ -208,7 +226,7 @@ void walk(const Model& m, const Step& s, Lanes<T, X, DV>& l, const Work& work, i
         const char* const* ahead = (const char* const*)pages.next;
         const bool masked = l.masks(first, count);
         auto attended = [&](auto vectors) {
-            attend<vectors, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, l.window, masked,
+            attend<vectors, DV, DIM * sizeof(T)>(l.q, keys, values, ahead, count, first, position, l.window, masked,
                                 m.score_cap, maximum, total, l.acc);
         };
         switch (l.vl) {

@@ -13,7 +13,7 @@ namespace {
 constexpr int PAGE = 8;     // positions
 constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
-constexpr int WIDE = 64;    // rows; with more, attention is divided by rows instead of by parts. The sums stay the same
+constexpr int TASK = 48;    // lanes (a row with one of its heads) that one task of attention computes, at most
 constexpr int MOST_EXPERTS = 1024;
 
 template <int N> using Count = std::integral_constant<int, N>;
@@ -233,6 +233,37 @@ inline int made_of(const Layer& w) {
     return (w.convolution.channels + 2 * w.delta.heads + w.delta.key_heads + LANES - 1) / LANES * LANES;
 }
 
+// Divides the lanes of each key head into tasks of `each` lanes that attend to all positions, so that the threads' work is
+// most even. `cost` is the longest work of a thread.
+struct Even {
+    int each = TASK, cost = INT32_MAX;
+    Even(int lanes, int heads, int threads) {
+        for (int most = TASK; most > 0; most -= LANES / 2) {
+            const int tasks = heads * ((lanes + most - 1) / most), longest = (tasks + threads - 1) / threads * of(std::min(most, lanes));
+            if (longest < cost) each = most, cost = longest;
+        }
+    }
+    // Returns what a task costs: scores for whole vectors of lanes, sums of values lane by lane, and about as much as one
+    // vector for what it does once.
+    static int of(int lanes) { return (lanes + LANES - 1) / LANES * LANES + lanes + LANES; }
+};
+
+// Says whether a step's rows of one sequence are so many that attention is divided by rows, and not by parts of the
+// positions. That is less even, but it keeps and merges no part's result, which costs a fifth. The sums stay the same.
+inline bool by_rows(const Model& m, const Step& s) {
+    if (s.works != 1) return false;
+    int heads = 0;
+    for (int layer = 0; layer < m.layers; layer++) {
+        const Layer& w = m.layer[layer];
+        if (w.state >= 0 || w.kv_heads == heads) continue;
+        heads = w.kv_heads;
+        const int lanes = s.rows * (m.heads / heads), tasks = lanes / TASK, rest = lanes % TASK;
+        const int64_t work = (int64_t)heads * (tasks * Even::of(TASK) + (rest ? Even::of(rest) : 0));
+        if (5ll * s.threads * Even(lanes, heads, s.threads).cost > 6 * work) return false;
+    }
+    return true;
+}
+
 // A step's scratch memory. `Rows` is the form of the products' operands: see products.h and tiles.h.
 template <class Rows>
 struct Scratch {
@@ -253,7 +284,7 @@ struct Scratch {
         lowest = INT32_MAX;
         for (int i = 0; i < s.rows; i++) last = std::max(last, s.positions[i]), lowest = std::min(lowest, s.positions[i]);
         parts = last / PART + 1;
-        wide = s.works == 1 && s.rows > WIDE;
+        wide = by_rows(m, s);
         lanes = (int64_t)s.rows * m.heads;
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
