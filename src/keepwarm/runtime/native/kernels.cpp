@@ -152,6 +152,7 @@ int forward(const Model& m, Step& s) {
     int next = 0;
     bool enough = true;  // whether every thread got the memory it needs
     Barrier barrier;
+    Turns turns;
 #pragma omp parallel num_threads(s.threads)
     {
         const Rounding rounding;
@@ -159,6 +160,7 @@ int forward(const Model& m, Step& s) {
         if (!has_room<T>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
+        [[maybe_unused]] Turn turn{turns};
         auto norm = [&](int row, const Norm& by, const Rows& h, int to) {
             normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { h.put(to, i, v); });
         };
@@ -182,7 +184,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
             adapted.back(from, rows, weight, y, bias, after.weight ? 1 : m.residual, !after.weight);
 #else
-            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
+            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight, &turn);
 #endif
             settle(rows, after, factor);
         };
@@ -259,7 +261,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
                 adapted.read(first, s.rows, reads(m, w), b.q);
 #else
-                linear<T>(first, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+                linear<T>(first, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
 #endif
                 barrier.wait(of);
                 const bool last = end && !s.outputs;
@@ -280,7 +282,7 @@ int forward(const Model& m, Step& s) {
                 adapted.read(first, t.rows, reads(m, w), b.q);
                 if (w.gate) adapted.gate(first, t.rows, b.made);
 #else
-                linear<T>(first, t.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias);
+                linear<T>(first, t.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
                 if (w.gate) linear<T>(first, t.rows, w.gate, m.heads * w.dim, b.made, id, of, w.gate_bias);
 #endif
                 // This comes late, so that attention finds the layer's keys and values in the processor's cache.
@@ -326,7 +328,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
             adapted.widen(w.mlp, h, inner, on.rows);
 #else
-            widen<T>(m, w.mlp, h, inner, on.rows, id, of);
+            widen<T>(m, w.mlp, h, inner, on.rows, id, of, &turn);
 #endif
             barrier.wait(of);
             if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);

@@ -7,6 +7,7 @@
 
 #include "barrier.h"
 #include "codes.h"
+#include "shares.h"
 
 namespace {
 
@@ -360,16 +361,6 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
     else if (add) value += load(y);
     store(y, value);
 }
-
-// The columns of a product that thread `id` of `of` threads computes. They are whole pairs of panels, 32 columns each.
-struct Share {
-    int from, to;
-    Share(int n, int id, int of) {
-        int panels = (n + 2 * LANES - 1) / (2 * LANES);
-        from = (int64_t)panels * id / of * 2 * LANES, to = (int64_t)panels * (id + 1) / of * 2 * LANES;
-        if (to > n) to = n;
-    }
-};
 
 // How many rows one behind the other are computed by one thread: of many, four may lie in one line of the cache (products.h).
 inline int together(int rows) { return rows < 12 ? 1 : 4; }

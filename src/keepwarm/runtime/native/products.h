@@ -240,34 +240,37 @@ inline int rows_at_once(const Rows& x) {
 
 template <class Weight, bool SCALED, class Rows>
 void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor,
-               bool add) {
-    const Share share(n, id, of);
-    for (int from = 0, step = rows_at_once(x); from < m; from += step)
-        for (int c = share.from; c < share.to; c += 2 * LANES) {
-            const Weight *left = (const Weight*)weight + c / LANES * x.panel(), *right = c + LANES < n ? left + x.panel() : left;
-            const Panels<Weight> panels{left, right, left + 2 * x.panel(), right + 2 * x.panel()};
-            const int columns = share.to - c;
-            product(x, from, from + step < m ? from + step : m, panels, [&](int row, Vec first, Vec second) {
-                float* at = y + (int64_t)row * n + c;
-                put_sums<SCALED>(first, at, bias ? bias + c : nullptr, factor, add, columns);
-                if (columns > LANES)
-                    put_sums<SCALED>(second, at + LANES, bias ? bias + c + LANES : nullptr, factor, add, columns - LANES);
-            });
-        }
+               bool add, Turn* turn) {
+    const int step = rows_at_once(x);
+    Assigned mine(n, (m + step - 1) / step, id, of, turn);
+    for (int block, c; mine.next(block, c);) {
+        const int from = block * step;
+        const Weight *left = (const Weight*)weight + c / LANES * x.panel(), *right = c + LANES < n ? left + x.panel() : left;
+        const Panels<Weight> panels{left, right, left + 2 * x.panel(), right + 2 * x.panel()};
+        const int columns = n - c;
+        product(x, from, from + step < m ? from + step : m, panels, [&](int row, Vec first, Vec second) {
+            float* at = y + (int64_t)row * n + c;
+            put_sums<SCALED>(first, at, bias ? bias + c : nullptr, factor, add, columns);
+            if (columns > LANES)
+                put_sums<SCALED>(second, at + LANES, bias ? bias + c + LANES : nullptr, factor, add, columns - LANES);
+        });
+    }
 }
 
-// Computes y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, for the columns of thread `id` of `of` threads. Most
+// Computes y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, for the columns of thread `id` of `of` threads; with
+// `turn`, for columns that it takes in turn. Barriers must be before and behind such a product. Most
 // models have no factor. A test for it within the loops would cost them two hundredths of a step.
 template <class Weight, class Rows>
-void linear_of(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor, bool add) {
-    if (factor == 1) linear_by<Weight, false>(x, m, weight, n, y, id, of, bias, factor, add);
-    else linear_by<Weight, true>(x, m, weight, n, y, id, of, bias, factor, add);
+void linear_of(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor, bool add,
+               Turn* turn = nullptr) {
+    if (factor == 1) linear_by<Weight, false>(x, m, weight, n, y, id, of, bias, factor, add, turn);
+    else linear_by<Weight, true>(x, m, weight, n, y, id, of, bias, factor, add, turn);
 }
 
 template <class T, class Rows>
 void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
-            float factor = 1, bool add = false) {
-    linear_of<typename Rows::template Weight<T>>(x, m, weight, n, y, id, of, bias, factor, add);
+            float factor = 1, bool add = false, Turn* turn = nullptr) {
+    linear_of<typename Rows::template Weight<T>>(x, m, weight, n, y, id, of, bias, factor, add, turn);
 }
 
 template <int KIND>
@@ -304,36 +307,39 @@ inline void gate_panel(const Model& m, const Rows& x, const Rows& inner, int fro
     });
 }
 
-// Does that for all rows and the columns of thread `id` of `of` threads.
+// Does that for all rows, and the columns of thread `id` of `of` threads or of its turn.
 template <class T, int KIND, bool BIASED, class Rows>
-void gated(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
+void gated(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of, Turn* turn) {
     using Weight = typename Rows::template Weight<T>;
-    const Share share(w.inner, id, of);
     const int64_t panel = x.panel();
-    for (int from = 0, step = rows_at_once(x); from < rows; from += step)
-        for (int c = share.from; c < share.to; c += LANES) {
+    const int step = rows_at_once(x);
+    Assigned mine(w.inner, (rows + step - 1) / step, id, of, turn);
+    for (int block, pair; mine.next(block, pair);)
+        for (int c = pair; c < pair + PAIR && c < w.inner; c += LANES) {
             const Weight *gate = (const Weight*)w.gate + c / LANES * panel, *up = (const Weight*)w.up + c / LANES * panel;
             const Panels<Weight> panels{gate, up, gate + panel, up + panel};
-            gate_panel<KIND, BIASED>(m, x, inner, from, from + step < rows ? from + step : rows, c, panels, w.gate_bias, w.up_bias);
+            const int from = block * step;
+            gate_panel<KIND, BIASED>(m, x, inner, from, std::min(from + step, rows), c, panels, w.gate_bias, w.up_bias);
         }
 }
 
 // Does the same without a gate: inner = act(x up + bias).
 template <class T, int KIND, class Rows>
-void plain(const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
+void plain(const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of, Turn* turn) {
     using Weight = typename Rows::template Weight<T>;
-    const Share share(w.inner, id, of);
     const int64_t panel = x.panel();
-    for (int from = 0, step = rows_at_once(x); from < rows; from += step)
-        for (int c = share.from; c < share.to; c += 2 * LANES) {
-            const bool both = c + LANES < w.inner;
-            const Weight *left = (const Weight*)w.up + c / LANES * panel, *right = both ? left + panel : left;
-            const int last = from + step < rows ? from + step : rows;
-            product(x, from, last, Panels<Weight>{left, right, left + 2 * panel, right + 2 * panel}, [&](int row, Vec first, Vec second) {
-                inner.put(row, c, activated<KIND>(biased(first, w.up_bias, c)));
-                if (both) inner.put(row, c + LANES, activated<KIND>(biased(second, w.up_bias, c + LANES)));
-            });
-        }
+    const int step = rows_at_once(x);
+    Assigned mine(w.inner, (rows + step - 1) / step, id, of, turn);
+    for (int block, c; mine.next(block, c);) {
+        const int from = block * step;
+        const bool both = c + LANES < w.inner;
+        const Weight *left = (const Weight*)w.up + c / LANES * panel, *right = both ? left + panel : left;
+        const int last = from + step < rows ? from + step : rows;
+        product(x, from, last, Panels<Weight>{left, right, left + 2 * panel, right + 2 * panel}, [&](int row, Vec first, Vec second) {
+            inner.put(row, c, activated<KIND>(biased(first, w.up_bias, c)));
+            if (both) inner.put(row, c + LANES, activated<KIND>(biased(second, w.up_bias, c + LANES)));
+        });
+    }
 }
 
 // Gives the activation to `take` as a constant. If it were chosen within the loops, the sums would lose their registers:
@@ -350,13 +356,13 @@ inline void with_activation(const Model& m, Take take) {
     }
 }
 
-// Computes an MLP up to its inner values, for the columns of thread `id` of `of` threads.
+// Computes an MLP up to its inner values, for the columns of thread `id` of `of` threads or of its turn, as `linear` does.
 template <class T, class Rows>
-void widen(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
+void widen(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of, Turn* turn = nullptr) {
     with_activation(m, [&](auto kind) {
-        if (!w.gate) return plain<T, kind>(w, x, inner, rows, id, of);
-        if (w.gate_bias || w.up_bias) return gated<T, kind, true>(m, w, x, inner, rows, id, of);
-        gated<T, kind, false>(m, w, x, inner, rows, id, of);
+        if (!w.gate) return plain<T, kind>(w, x, inner, rows, id, of, turn);
+        if (w.gate_bias || w.up_bias) return gated<T, kind, true>(m, w, x, inner, rows, id, of, turn);
+        gated<T, kind, false>(m, w, x, inner, rows, id, of, turn);
     });
 }
 
