@@ -117,7 +117,7 @@ def test_the_number_of_threads_changes_no_bit(half: Lean) -> None:
     before = torch.get_num_threads()
     found = []
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 5, 70):  # also more than there are columns to take, and more than take any
             torch.set_num_threads(threads)
             arena = half.arena()
             found.append(half.run(ids, [23, 40, 141], arena, range(-20, 0)))
@@ -191,6 +191,22 @@ def test_batched_rows_equal_solo_rows(lean: Lean, data: st.DataObject, shared: i
     finally:
         torch.set_num_threads(before)
     assert torch.equal(batched, torch.stack(solo))
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+def test_threads_that_take_each_others_columns_change_no_bit(half: Lean, rows: int) -> None:
+    """More threads than processors: most of a step's products end with columns that another thread takes."""
+    ids = prompt(300 + rows, 3)
+    arena = half.arena()
+    alone = half.run(ids, [300], arena)[-1:]
+    half.decoder.threads = 4
+    try:
+        for _ in range(200):
+            assert torch.equal(
+                half.decoder.step([token_ids(ids[300:])], [300], [half.sequenced(arena)], [rows - 1]), alone
+            )
+    finally:
+        half.decoder.threads = None
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
