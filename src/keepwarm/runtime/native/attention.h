@@ -173,10 +173,10 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const R
     alignas(64) float part[Lanes::MOST * DIM], all[Lanes::MOST * DIM];
     float maximum[Lanes::MOST], total[Lanes::MOST];
     for (int i = 0; i < l.n; i++) maximum[i] = NEVER, total[i] = 0, l.acc[i] = part + i * DIM;
-    std::memset(all, 0, sizeof all);
+    std::memset(all, 0, l.n * DIM * sizeof(float));
     for (int p = l.first_unit() / UNITS; p * PART <= l.highest; p++) {
         for (int i = 0; i < l.vl * LANES; i++) l.maximum[i] = NEVER, l.total[i] = 0;
-        std::memset(part, 0, sizeof part);
+        std::memset(part, 0, l.n * DIM * sizeof(float));
         int to = work.last_unit < (p + 1) * UNITS ? work.last_unit : (p + 1) * UNITS;
         walk(m, s, l, work, layer, head, std::max(p * UNITS, l.first_unit()), to);
         for (int i = 0; i < l.n; i++) absorb(maximum[i], total[i], all + i * DIM, l.maximum[i], l.total[i], l.acc[i], DIM);
@@ -206,14 +206,14 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
 }
 
 template <class Lanes, class Rows>
-void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows& mixed, const Onward& on, int layer, int id,
-               int of, int& next, Barrier& barrier) {
+void attention(const Model& m, const Step& s, const Scratch<Rows>& b, bool wide, const Rows& mixed, const Onward& on, int layer,
+               int id, int of, int& next, Barrier& barrier) {
     const int kv_heads = m.layer[layer].kv_heads, group = m.heads / kv_heads, lanes = (s.works == 1 ? s.work[0].rows : on.rows) * group;
-    const int begin = b.wide ? 0 : b.first_part(m.layer[layer]), parts = b.wide ? 1 : b.parts - begin;
-    int most = b.wide ? Even(lanes, kv_heads, of).each : Lanes::MOST;
+    const int begin = wide ? 0 : b.first_part(m.layer[layer]), parts = wide ? 1 : b.parts - begin;
+    int most = wide ? Even(lanes, kv_heads, of, Lanes::MOST, Lanes::ONCE).each : Lanes::MOST;
     const auto each = [&] { return s.works == 1 ? most : std::max(most / group, 1) * group; };
     const auto slices = [&] { return (lanes + each() - 1) / each(); };
-    while (!b.wide && most > LANES && kv_heads * parts * slices() < 2 * of) most -= LANES;  // so that every thread gets tasks
+    while (!wide && most > LANES && kv_heads * parts * slices() < 2 * of) most -= LANES;  // so that every thread gets tasks
     const int tasks = kv_heads * parts * slices();
     for (;;) {
         int task;
@@ -222,11 +222,11 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Rows
         if (task >= tasks) break;
         const int head = task % kv_heads, rest = tasks / kv_heads - 1 - task / kv_heads;  // the longest tasks come first
         const int first = rest % slices() * each(), last = std::min(first + each(), lanes);
-        if (b.wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
+        if (wide) attend_lanes<Lanes>(m, s, b, mixed, on, layer, head, first, last);
         else attend_part<Lanes>(m, s, b, on, layer, head, begin + rest / slices(), first, last);
     }
     barrier.wait(of);
-    if (b.wide) return;
+    if (wide) return;
     rows_of(on.rows, id, of, [&](int i) { merge_row<Lanes>(m, s, b, mixed, layer, on.from(i), i); });
     barrier.wait(of);
 }

@@ -304,7 +304,9 @@ int forward(const Model& m, Step& s) {
                 if (s.places && layer + 1 == s.last || end && !s.outputs) break;
                 go_on();
                 with_dim(w.dim, [&](auto vectors) {
-                    attention<typename How::template Lanes<vectors>>(m, on.row ? wanted.step : t, b, mixed, on, layer, id, of, next, barrier);
+                    const Step& step = on.row ? wanted.step : t;
+                    const bool wide = behind ? b.wide_behind : b.wide;
+                    attention<typename How::template Lanes<vectors>>(m, step, b, wide, mixed, on, layer, id, of, next, barrier);
                 });
             }
             if (!m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);

@@ -186,7 +186,7 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
 // The query lanes, with queries as operands X of elements T.
 template <class T, class X, int DV>
 struct Lanes : LaneList<BLOCK * LANES> {
-    static constexpr int DIM = DV * LANES, OPERANDS = DIM / Operand<X>::MANY;
+    static constexpr int DIM = DV * LANES, OPERANDS = DIM / Operand<X>::MANY, ONCE = LANES;  // ONCE: see `Even`
     using LaneList::MOST;
     alignas(64) X q[OPERANDS * MOST];
     Lanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int layer, int kv_head)

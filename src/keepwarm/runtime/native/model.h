@@ -15,6 +15,7 @@ constexpr int PAGE = 8;     // positions
 constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
 constexpr int TASK = 48;    // lanes (a row with one of its heads) that one task of attention computes, at most
+constexpr int MANY_ROWS = 64;  // parts' results of more rows would need much memory where threads and positions are many
 constexpr int MOST_EXPERTS = 1024;
 
 template <int N> using Count = std::integral_constant<int, N>;
@@ -235,31 +236,31 @@ inline int made_of(const Layer& w) {
 }
 
 // Divides the lanes of each key head into tasks of `each` lanes that attend to all positions, so that the threads' work is
-// most even. `cost` is the longest work of a thread.
+// most even. `cost` is the longest work of a thread: scores for whole vectors of lanes, sums of values lane by lane, and
+// what a task does once, which takes as long as `once` lanes.
 struct Even {
-    int each = TASK, cost = INT32_MAX;
-    Even(int lanes, int heads, int threads) {
-        for (int most = TASK; most > 0; most -= LANES / 2) {
-            const int tasks = heads * ((lanes + most - 1) / most), longest = (tasks + threads - 1) / threads * of(std::min(most, lanes));
+    int each, cost = INT32_MAX;
+    Even(int lanes, int heads, int threads, int most = TASK, int once = LANES) : each(most) {
+        for (; most > 0; most -= LANES / 2) {
+            const int tasks = heads * ((lanes + most - 1) / most);
+            const int longest = (tasks + threads - 1) / threads * (of(std::min(most, lanes)) + once);
             if (longest < cost) each = most, cost = longest;
         }
     }
-    // Returns what a task costs: scores for whole vectors of lanes, sums of values lane by lane, and about as much as one
-    // vector for what it does once.
-    static int of(int lanes) { return (lanes + LANES - 1) / LANES * LANES + lanes + LANES; }
+    static int of(int lanes) { return (lanes + LANES - 1) / LANES * LANES + lanes; }
 };
 
-// Says whether a step's rows of one sequence are so many that attention is divided by rows, and not by parts of the
-// positions. That is less even, but it keeps and merges no part's result, which costs a fifth. The sums stay the same.
-inline bool by_rows(const Model& m, const Step& s) {
+// Says whether so many rows of a step divide attention by rows, and not by parts of the positions. That is less even, but
+// it keeps and merges no part's result, which costs a fifth. The sums stay the same.
+inline bool by_rows(const Model& m, const Step& s, int rows) {
     if (s.works != 1) return false;
-    int heads = 0;
-    for (int layer = 0; layer < m.layers; layer++) {
+    if (rows > MANY_ROWS || s.threads == 1) return true;
+    for (int layer = 0, heads = 0; layer < m.layers; layer++) {
         const Layer& w = m.layer[layer];
         if (w.state >= 0 || w.kv_heads == heads) continue;
         heads = w.kv_heads;
-        const int lanes = s.rows * (m.heads / heads), tasks = lanes / TASK, rest = lanes % TASK;
-        const int64_t work = (int64_t)heads * (tasks * Even::of(TASK) + (rest ? Even::of(rest) : 0));
+        const int lanes = rows * (m.heads / heads), tasks = (lanes + TASK - 1) / TASK;
+        const int64_t work = (int64_t)heads * (Even::of(lanes) + tasks * LANES);
         if (5ll * s.threads * Even(lanes, heads, s.threads).cost > 6 * work) return false;
     }
     return true;
@@ -276,27 +277,28 @@ struct Scratch {
     float *known, *found;  // see screen.h and screen_blocks.h
     float *inputs, *looked;  // [rows, layers, per_layer]: tokens' vectors; [threads, layers, per_layer]
     float* made;  // of a gated delta net, see `made_of`; or gates of attention's results, [rows, heads * dim]
-    int64_t lanes, size;
+    int64_t lanes, size;  // `lanes`: those whose parts' results are kept
     int32_t parts, mix;  // `mix`: the widest layer's `mixes`
     int32_t lowest;      // of the rows' positions
-    bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
+    // Whether attention is divided by rows and keeps no part's result: of all rows, and of those alone whose logits are
+    // asked for, in layers that share.
+    bool wide, wide_behind;
     Scratch(const Model& m, const Step& s) {
         int32_t last = 0;
         lowest = INT32_MAX;
         for (int i = 0; i < s.rows; i++) last = std::max(last, s.positions[i]), lowest = std::min(lowest, s.positions[i]);
         parts = last / PART + 1;
-        wide = by_rows(m, s);
-        lanes = (int64_t)s.rows * m.heads;
+        wide = by_rows(m, s, s.rows), wide_behind = by_rows(m, s, s.outputs);
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
         // The queries lie first, because callers read them between layers.
         int read = 0, more = 0, dim = 0;
-        bool apart = false;
+        bool apart = false, shares = false;
         mix = 0;
         for (int layer = 0; layer < m.layers; layer++) {
             const Layer& w = m.layer[layer];
             read = std::max(read, reads(m, w)), mix = std::max(mix, mixes(m, w)), dim = std::max(dim, w.dim);
-            apart = apart || w.experts.after.weight;
+            apart = apart || w.experts.after.weight, shares = shares || w.shares;
             more = std::max(more, w.delta.heads ? made_of(w) : w.gate ? m.heads * w.dim : 0);
         }
         q = take((int64_t)s.rows * read);
@@ -307,9 +309,10 @@ struct Scratch {
         x = take((int64_t)s.rows * m.hidden);
         y = take(m.layer[0].after.weight || m.layer[0].after_mlp.weight ? (int64_t)s.rows * m.hidden : 0);
         z = take(apart ? (int64_t)s.rows * m.hidden : 0);
-        maximum = take(wide ? 0 : parts * lanes);
-        total = take(wide ? 0 : parts * lanes);
-        part = take(wide ? 0 : parts * lanes * dim);
+        lanes = (int64_t)std::max(wide ? 0 : s.rows, shares && !wide_behind ? s.outputs : 0) * m.heads;
+        maximum = take(parts * lanes);
+        total = take(parts * lanes);
+        part = take(parts * lanes * dim);
         routes.place(m, s.rows, take);
         known = take(s.largest ? (int64_t)s.outputs * m.hidden / 8 : 0);
         found = take(s.largest ? (int64_t)s.outputs * s.threads : 0);

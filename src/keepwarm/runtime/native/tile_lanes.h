@@ -35,6 +35,7 @@ inline void transpose(__m512i (&r)[LANES]) {  // a matrix of 16 by 16 numbers of
 template <int DV>
 struct TileLanes : LaneList<8 * LANES> {
     static constexpr int DIM = DV * LANES, STEPS = (DIM + DEEP - 1) / DEEP, FULL = STEPS * DEEP;
+    static constexpr int ONCE = 4 * LANES;  // see `Even`: values are transposed
     using LaneList::MOST;
     alignas(64) bf16 q[MOST / LANES][STEPS][TILE];  // [pair of dims][lane][2]
     TileLanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int layer,
