@@ -14,7 +14,7 @@ namespace {
 constexpr int PAGE = 8;     // positions
 constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
-constexpr int TASK = 48;    // lanes (a row with one of its heads) that one task of attention computes, at most
+constexpr int TASK = 48;    // lanes (a row with one of its heads) that a task of attention has, at most; more on matrix units
 constexpr int MANY_ROWS = 64;  // parts' results of more rows would need much memory where threads and positions are many
 constexpr int MOST_EXPERTS = 1024;
 

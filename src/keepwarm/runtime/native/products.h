@@ -258,8 +258,8 @@ void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id
 }
 
 // Computes y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, for the columns of thread `id` of `of` threads; with
-// `turn`, for columns that it takes in turn. Barriers must be before and behind such a product. Most
-// models have no factor. A test for it within the loops would cost them two hundredths of a step.
+// `turn`, for columns that it takes in turn. Barriers must be before and behind such a product. Most models have no
+// factor. A test for it within the loops would cost them two hundredths of a step.
 template <class Weight, class Rows>
 void linear_of(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor, bool add,
                Turn* turn = nullptr) {
