@@ -101,60 +101,62 @@ struct Ahead {
     }
 };
 
-// Computes `score` [64][16], of 64 positions for 16 lanes.
+// Computes a half of `score` [64][16], of 64 positions for 16 lanes.
 template <int FULL>
-inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+inline void score_half(const bf16 (*q)[TILE], const bf16* keys, float* score, int half) {
+    keys += half * 2 * LANES * FULL, score += half * 2 * SQUARE;
+    tile_zero<0>(), tile_zero<1>();
     for (int k = 0; k < FULL / DEEP; k++) {
         const bf16* at = keys + k * DEEP;
-        tile_load<6>(q[k]);
-        tile_load<4>(at, FULL * 2), tile_add<0, 4, 6>();
-        tile_load<5>(at + LANES * FULL, FULL * 2), tile_add<1, 5, 6>();
-        tile_load<4>(at + 2 * LANES * FULL, FULL * 2), tile_add<2, 4, 6>();
-        tile_load<5>(at + 3 * LANES * FULL, FULL * 2), tile_add<3, 5, 6>();
+        tile_load<4>(q[k]);
+        tile_load<5>(at, FULL * 2), tile_add<0, 5, 4>();
+        tile_load<5>(at + LANES * FULL, FULL * 2), tile_add<1, 5, 4>();
     }
-    tile_store<0>(score), tile_store<1>(score + SQUARE), tile_store<2>(score + 2 * SQUARE), tile_store<3>(score + 3 * SQUARE);
+    tile_store<0>(score), tile_store<1>(score + SQUARE);
 }
 
 // Sets weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum. Returns the factor of earlier sums.
-template <int DIM>
+// Calls `meanwhile` STEPS times, each time with the next number.
+template <int STEPS, class Meanwhile>
 inline Vec weigh_unit(float* score, int first, VecI position, int window, bool masked, float* maximum, float* total,
-                      bf16* weight, Ahead<DIM>& ahead, int lines) {
+                      bf16* weight, Meanwhile meanwhile) {
     constexpr int PARTIAL = 4;
     const Vec before = load(maximum);
     Vec tops[PARTIAL] = {before, before, before, before}, part[PARTIAL] = {};
     if (masked)
         for (int t = 0; t < UNIT; t++)
             store(score + t * LANES, unseen(first + t, position, window) ? splat(NEVER) : load(score + t * LANES));
-    for (int t = 0; t < UNIT; t++) tops[t % PARTIAL] = max(tops[t % PARTIAL], load(score + t * LANES));
+    for (int t = 0; t < UNIT; t += PARTIAL)
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTIAL; i++) tops[i] = max(tops[i], load(score + (t + i) * LANES));
     const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3])), factor = exp2_short(before - top);
-    for (int t = 0; t < UNIT; t += 4) {
-        Vec p[4];
-        for (int i = 0; i < 4; i++) {
-            p[i] = exp2_short(load(score + (t + i) * LANES) - top);
-            if (masked) p[i] = unseen(first + t + i, position, window) ? Vec{} : p[i];
-            part[i] += p[i];
+    for (int step = 0; step < STEPS; step++) {
+        meanwhile(step);
+        for (int t = step * UNIT / STEPS; t < (step + 1) * UNIT / STEPS; t += PARTIAL) {
+            Vec p[PARTIAL];
+#pragma GCC unroll 4
+            for (int i = 0; i < PARTIAL; i++) {
+                p[i] = exp2_short(load(score + (t + i) * LANES) - top);
+                if (masked) p[i] = unseen(first + t + i, position, window) ? Vec{} : p[i];
+                part[i] += p[i];
+            }
+            for (int i = 0; i < PARTIAL; i += 2) _mm512_store_si512(weight + (t + i) * LANES, (__m512i)paired(p[i], p[i + 1]));
         }
-        for (int i = 0; i < 4; i += 2) _mm512_store_si512(weight + (t + i) * LANES, (__m512i)paired(p[i], p[i + 1]));
-        ahead.ask(lines);
     }
     store(total, fma(load(total), factor, (part[0] + part[1]) + (part[2] + part[3])));
     store(maximum, top);
     return factor;
 }
 
-// Sets out [FULL][16] to the weighted sums of the values.
-template <int FULL>
-inline void gather_unit(const bf16* weight, const bf16 (*values)[2][TILE], float* out) {
-    tile_load<6>(weight), tile_load<7>(weight + TILE);
-    for (int d = 0; d < FULL / LANES; d += 2, out += 2 * SQUARE) {
-        tile_zero<0>(), tile_zero<1>();
-        tile_load<4>(values[d][0]), tile_add<0, 4, 6>();
-        tile_load<5>(values[d + 1][0]), tile_add<1, 5, 6>();
-        tile_load<4>(values[d][1]), tile_add<0, 4, 7>();
-        tile_load<5>(values[d + 1][1]), tile_add<1, 5, 7>();
-        tile_store<0>(out), tile_store<1>(out + SQUARE);
+// Sets two rows of tiles, from d on, of out [FULL][16] to the weighted sums of the values.
+inline void gather_pair(const bf16* weight, const bf16 (*values)[2][TILE], float* out, int d) {
+    tile_zero<0>(), tile_zero<1>();
+    for (int half = 0; half < 2; half++) {
+        tile_load<4>(weight + half * TILE);
+        tile_load<5>(values[d][half]), tile_add<0, 5, 4>();
+        tile_load<5>(values[d + 1][half]), tile_add<1, 5, 4>();
     }
+    tile_store<0>(out + d * SQUARE), tile_store<1>(out + (d + 1) * SQUARE);
 }
 
 // Attends to the units [from, to) of a work's pages. It continues from the lanes' maximum, total and acc.
@@ -164,7 +166,7 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
     constexpr int DIM = Lanes::DIM, FULL = Lanes::FULL;
     alignas(64) float sums[Lanes::MOST / LANES][FULL * LANES];  // [dim][lane]
     alignas(64) bf16 decoded[2 * UNIT * DIM], copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE], weight[2][UNIT * LANES];
-    alignas(64) float score[2][UNIT * LANES], out[2][FULL * LANES];
+    alignas(64) float score[2][UNIT * LANES], out[FULL * LANES];
     VecI position[Lanes::MOST / LANES];
     int lowest[Lanes::MOST / LANES], highest[Lanes::MOST / LANES];
     auto exchange = [&](bool enter) {  // acc is [lane][dim]
@@ -202,25 +204,33 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
         for (int v = 0; v < l.vl; v++)
             if (highest[v] >= first && first + UNIT - 1 > lowest[v] - l.window) active[n++] = v;
         if (!n) continue;
-        // Three stages run one vector of lanes apart, so that the matrix unit and the vector units work at once.
+        // A vector of lanes is weighed while the matrix unit scores the next one and gathers the one before, a little of
+        // both between the vector units' steps. A processor does not look ahead far enough to find that by itself.
+        constexpr int STEPS = 4, PIECES = 2 + FULL / DEEP;
         Ahead<DIM> ahead{pages.next};  // the next unit is fetched while this one is computed
-        const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
+        const int lines = (2 * UNIT * DIM / DEEP + STEPS * n - 1) / (STEPS * n);
         Vec factor[2];
-        score_unit<FULL>(l.q[active[0]], keys, score[0]);
+        score_half<FULL>(l.q[active[0]], keys, score[0], 0), score_half<FULL>(l.q[active[0]], keys, score[0], 1);
         for (int i = 0; i <= n; i++) {
-            if (i + 1 < n) score_unit<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2]);
+            auto matrices = [&](int step) {
+                for (int piece = step * PIECES / STEPS; piece < (step + 1) * PIECES / STEPS; piece++)
+                    if (piece < 2 && i + 1 < n) score_half<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2], piece);
+                    else if (piece >= 2 && i) gather_pair(weight[(i - 1) % 2], turned, out, 2 * (piece - 2));
+                ahead.ask(lines);
+            };
             if (i < n) {
                 const int v = active[i];
                 if (m.score_cap)
                     for (float* at = score[i % 2]; at < score[i % 2] + UNIT * LANES; at += LANES) store(at, capped(load(at), m.score_cap));
                 const bool masked = first + UNIT - 1 > lowest[v] || first <= highest[v] - l.window;
-                factor[i % 2] = weigh_unit<DIM>(score[i % 2], first, position[v], l.window, masked, l.maximum + v * LANES,
-                                                l.total + v * LANES, weight[i % 2], ahead, lines);
-                gather_unit<FULL>(weight[i % 2], turned, out[i % 2]);
+                factor[i % 2] = weigh_unit<STEPS>(score[i % 2], first, position[v], l.window, masked, l.maximum + v * LANES,
+                                                  l.total + v * LANES, weight[i % 2], matrices);
+            } else {
+                for (int step = 0; step < STEPS; step++) matrices(step);
             }
             for (int d = 0; i && d < FULL * LANES; d += LANES) {
                 float* sum = sums[active[i - 1]] + d;
-                store(sum, fma(load(sum), factor[(i - 1) % 2], load(out[(i - 1) % 2] + d)));
+                store(sum, fma(load(sum), factor[(i - 1) % 2], load(out + d)));
             }
         }
     }
