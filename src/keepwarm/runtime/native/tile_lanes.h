@@ -121,6 +121,7 @@ template <int STEPS, class Meanwhile>
 inline Vec weigh_unit(float* score, int first, VecI position, int window, bool masked, float* maximum, float* total,
                       bf16* weight, Meanwhile meanwhile) {
     constexpr int PARTIAL = 4;
+    static_assert(UNIT % (STEPS * PARTIAL) == 0, "a step weighs whole groups of positions");
     const Vec before = load(maximum);
     Vec tops[PARTIAL] = {before, before, before, before}, part[PARTIAL] = {};
     if (masked)

@@ -26,7 +26,8 @@ constexpr int AHEAD = 2;                // weights are unpacked so many tiles be
                                         // in the cache by then
 constexpr int ASKED = 4;                // weights are prefetched so many tiles before they are unpacked
 constexpr int BETWEEN = 4;              // tiles between which some rows' sums are given
-constexpr int PASSING = 2 * AHEAD;      // places for unpacked tiles that no other rows need: a power of two
+constexpr int PASSING = 2 * AHEAD;      // places for unpacked tiles that no other rows need
+static_assert((PASSING & (PASSING - 1)) == 0, "a tile's place is its number, masked");
 
 #if !defined(EMULATED_TILES)  // a test defines what follows for processors without matrix units
 // Configures six tile registers of its thread, of full size, for as long as it lives: 0 to 3 for sums, 4 and 5 for operands.
