@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,3 +113,14 @@ def test_explain_knows_sessions(cli: Cli, model: Path, tmp_path: Path) -> None:
         refused = cli("explain", *arguments, *at)
         assert refused.code == 2, refused.err
         assert said in refused.err
+
+
+def test_a_model_without_a_chat_template_is_refused_at_the_start(cli: Cli, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink()
+    refused = cli("chat", "--model", folder, "--store", tmp_path / "store", stdin="Hello\n")
+    assert refused.code != 0
+    assert "no chat template" in refused.err
+    assert "Instruct" in refused.err
+    assert "session 'chat'" not in refused.err

@@ -140,7 +140,7 @@ def test_a_port_that_something_else_has(look: Look, tmp_path: Path, monkeypatch:
         monkeypatch.setenv("KEEPWARM__SERVER__PORT", str(taken.getsockname()[1]))
         code, found = look("--store", tmp_path / "none")
     assert (code, found["port"]["status"]) == (0, "warn")
-    assert found["port"]["detail"].endswith("of 127.0.0.1 is in use by another service")
+    assert found["port"]["detail"].endswith("of 127.0.0.1 is in use already")
     assert "--port" in found["port"]["advice"]
 
 

@@ -16,7 +16,7 @@ from keepwarm.cli.explain import ended, print_explanation
 from keepwarm.cli.generate import drafted
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
 from keepwarm.cli.request import refuse_call
-from keepwarm.errors import ConfigError, KeepwarmError
+from keepwarm.errors import ConfigError, KeepwarmError, TemplateError
 
 if TYPE_CHECKING:
     from keepwarm.core.results import Generation, Piece
@@ -56,6 +56,11 @@ def chat(
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     refuse_call(sampling)
     with open_engine(engine.source, engine.settings()) as loaded:
+        if loaded.pipeline.tokenizer.template() is None:
+            raise TemplateError(
+                "the model has no chat template, so it is no model to talk with: name one that was trained on "
+                "conversations, often called ...-Instruct or ...-it, or go on from a text with `keepwarm run --raw`"
+            )
         talk = loaded.sessions.open(session, system=system, salt=salt)
         talking = _Chat(loaded, talk, sampling, as_json)
         with output.resumable(lambda: f"the session stays; `keepwarm chat --session {talking.session.name}` goes on"):

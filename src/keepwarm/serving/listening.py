@@ -11,6 +11,7 @@ from keepwarm.errors import CannotListen
 BACKLOG = 512  # connections that wait to be accepted
 _OWN_HOST = "name an address of this machine with --host, such as 127.0.0.1"
 _FREE_PORT = "name another one with --port, or take a free one with --port 0"
+_STOP_IT = f"use or stop the Keepwarm that may run there, {_FREE_PORT}"
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -43,7 +44,7 @@ def _take(one: socket.socket, host: str, port: int, address: object) -> None:
         one.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise CannotListen(f"port {port} of {host} is in use by another service", _FREE_PORT, busy=True) from None
+            raise CannotListen(f"port {port} of {host} is in use already", _STOP_IT, busy=True) from None
         if error.errno == errno.EACCES:
             raise CannotListen(f"port {port} of {host} may not be used by this user", _FREE_PORT) from None
         said = error.strerror or str(error)

@@ -117,9 +117,9 @@ inline void score_half(const bf16 (*q)[TILE], const bf16* keys, float* score, in
 
 // Sets weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum. Returns the factor of earlier sums.
 // Calls `meanwhile` STEPS times, each time with the next number.
-template <int STEPS, class Meanwhile>
+template <int STEPS, int DIM, class Meanwhile>
 inline Vec weigh_unit(float* score, int first, VecI position, int window, bool masked, float* maximum, float* total,
-                      bf16* weight, Meanwhile meanwhile) {
+                      bf16* weight, Ahead<DIM>& ahead, int lines, Meanwhile meanwhile) {
     constexpr int PARTIAL = 4;
     static_assert(UNIT % (STEPS * PARTIAL) == 0, "a step weighs whole groups of positions");
     const Vec before = load(maximum);
@@ -142,6 +142,7 @@ inline Vec weigh_unit(float* score, int first, VecI position, int window, bool m
                 part[i] += p[i];
             }
             for (int i = 0; i < PARTIAL; i += 2) _mm512_store_si512(weight + (t + i) * LANES, (__m512i)paired(p[i], p[i + 1]));
+            ahead.ask(lines);
         }
     }
     store(total, fma(load(total), factor, (part[0] + part[1]) + (part[2] + part[3])));
@@ -209,7 +210,7 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
         // both between the vector units' steps. A processor does not look ahead far enough to find that by itself.
         constexpr int STEPS = 4, PIECES = 2 + FULL / DEEP;
         Ahead<DIM> ahead{pages.next};  // the next unit is fetched while this one is computed
-        const int lines = (2 * UNIT * DIM / DEEP + STEPS * n - 1) / (STEPS * n);
+        const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
         Vec factor[2];
         score_half<FULL>(l.q[active[0]], keys, score[0], 0), score_half<FULL>(l.q[active[0]], keys, score[0], 1);
         for (int i = 0; i <= n; i++) {
@@ -217,7 +218,6 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
                 for (int piece = step * PIECES / STEPS; piece < (step + 1) * PIECES / STEPS; piece++)
                     if (piece < 2 && i + 1 < n) score_half<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2], piece);
                     else if (piece >= 2 && i) gather_pair(weight[(i - 1) % 2], turned, out, 2 * (piece - 2));
-                ahead.ask(lines);
             };
             if (i < n) {
                 const int v = active[i];
@@ -225,7 +225,7 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
                     for (float* at = score[i % 2]; at < score[i % 2] + UNIT * LANES; at += LANES) store(at, capped(load(at), m.score_cap));
                 const bool masked = first + UNIT - 1 > lowest[v] || first <= highest[v] - l.window;
                 factor[i % 2] = weigh_unit<STEPS>(score[i % 2], first, position[v], l.window, masked, l.maximum + v * LANES,
-                                                  l.total + v * LANES, weight[i % 2], matrices);
+                                                  l.total + v * LANES, weight[i % 2], ahead, lines, matrices);
             } else {
                 for (int step = 0; step < STEPS; step++) matrices(step);
             }
