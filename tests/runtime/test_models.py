@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,32 @@ def test_a_missing_folder_says_what_to_pass(tmp_path: Path) -> None:
         Engine.from_pretrained(tmp_path)
     with pytest.raises(ModelNotFound, match="HF_TOKEN"):
         Engine.from_pretrained("someone/some-model-that-is-not-here")
+
+
+def test_threads_that_load_at_once_change_nothing_for_later_ones(
+    saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed_while_loading() -> tuple[Any, ...]:
+        return torch.get_default_dtype(), transformers.PreTrainedModel.tie_weights, torch.nn.init.normal_
+
+    before = changed_while_loading()
+    for name, was in (("tie_weights", before[1]), ("init_weights", transformers.PreTrainedModel.init_weights)):
+        monkeypatch.setattr(transformers.PreTrainedModel, name, was)  # mends what a failure of this test would leave
+    folder = saved("llama", torch.bfloat16, tie_word_embeddings=True)
+
+    def load(number: int) -> torch.Tensor:
+        with Engine.from_pretrained(folder, dtype="bfloat16", store=tmp_path / f"store {number}") as engine:
+            model = engine.pipeline.model.model
+            assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+            return model.get_input_embeddings().weight
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(weights.dtype == torch.bfloat16 for weights in threads.map(load, range(4)))
+        assert changed_while_loading() == before
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.nn.init.normal_ = before[2]
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 ModelSource = str | Path | tuple[Any, Any]
 
 _CHANGING_ROPE = ("dynamic", "longrope")
+# transformers changes torch and its own classes for the whole process while it reads a model: two threads at once would
+# leave that changed, and later models without their tied weights.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass
@@ -162,7 +165,8 @@ class LoadedModel:
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.warning) -> LoadedModel:
-    """Load a model from a folder, a GGUF file, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
+    """Load a model from a folder, a GGUF file, a hub id or "demo", or take a loaded `(model, tokenizer)` pair. Another
+    thread that loads a model waits.
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
     """
@@ -172,7 +176,8 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         if config.device is not None or config.dtype is not None:
             raise ConfigError("device and dtype are those of the model that was passed; leave them out")
     else:
-        model, tokenizer, folder = _from_pretrained(source, config, progress)
+        with _ONE_AT_A_TIME:
+            model, tokenizer, folder = _from_pretrained(source, config, progress)
     with without_hints():
         return _prepared(model, tokenizer, folder, config)
 
