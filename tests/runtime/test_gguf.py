@@ -249,6 +249,14 @@ def test_frequencies_are_divided_by_the_files_factors(tmp_path: Path) -> None:
     assert scaled.arithmetic.identity != plain.arithmetic.identity
 
 
+def test_what_the_file_recommends_is_known(file: Path, tmp_path: Path) -> None:
+    assert load(file, EngineConfig.build()).recommended_sampling == {}
+    told = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": -1.0, "penalty_repeat": 1.05, "mirostat": 2}
+    recommended = {f"general.sampling.{name}": value for name, value in told.items()}
+    found = load(write(tmp_path / "m.gguf", others=recommended), EngineConfig.build())
+    assert found.recommended_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+
 def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
     def refused(path: Path, *words: str, **settings: Any) -> None:
         with pytest.raises(UnsupportedModel) as error:

@@ -42,6 +42,7 @@ from keepwarm.runtime.int4.folder import kept_int4
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.place import device_of, dtype_of
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
+from keepwarm.runtime.recommended import recommended
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.watch import WeightWatch
 
@@ -79,6 +80,11 @@ class LoadedModel:
     @property
     def model(self) -> PreTrainedModel:
         return self.runner.model
+
+    @property
+    def recommended_sampling(self) -> dict[str, float]:
+        """How the model's makers recommend to choose tokens, as arguments of a request."""
+        return recommended(self.model.generation_config)
 
     @property
     def scratch_bytes(self) -> tuple[int, int]:

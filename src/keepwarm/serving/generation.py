@@ -33,13 +33,18 @@ def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": shape} for status in _ERRORS}
 
 
-def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
-    """Return how tokens are chosen, and what ends the answer. At temperature 0 decoding is greedy: `top_p`, `top_k`,
-    `min_p` and `seed` are left out."""
-    temperature = default_temperature if body.temperature is None else float(body.temperature)
+def sampling(body: Any, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """Return how tokens are chosen, and what ends the answer. `defaults` holds `temperature`, and stands in for what
+    the request does not say. At temperature 0 decoding is greedy: `top_p`, `top_k`, `min_p` and `seed` are left out."""
+
+    def asked(name: str) -> Any:
+        value = getattr(body, name, None)
+        return defaults.get(name) if value is None else value
+
+    temperature = float(asked("temperature"))
     arguments: dict[str, Any] = {"temperature": temperature}
     names = (*_SCORES, *_ENDS, "reuse", *(("top_p", "top_k", "min_p", "seed") if temperature else ()))
-    arguments |= {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    arguments |= {name: value for name in names if (value := asked(name)) is not None}
     if arguments.get("top_k", 1) < 1:  # 0 and -1 mean all tokens to other servers
         del arguments["top_k"]
     if bias := getattr(body, "logit_bias", None):

@@ -83,6 +83,7 @@ class Service:
         self.rewriting = Rewriting(self.config.rewrite)
         self.uses = Uses()
         self.decoder: tuple[list[str], Callable[[Sequence[int]], str]] | None = None  # with `_digests`, once known
+        self.sampling: Mapping[str, float] = {"temperature": 1.0}  # for what a request does not say
         self._loaded: Loaded | None = None
         self._preparing, self._managing = shared.preparing, shared.managing
         self.metrics = Metrics(self)
@@ -104,6 +105,9 @@ class Service:
         return_freed_memory()
         pipeline = loaded.engine.pipeline
         self.decoder = _digests(loaded.engine), pipeline.tokenizer.decode
+        if self.config.server.sampling_defaults == "model" and (recommended := pipeline.model.recommended_sampling):
+            log.info("requests are sampled as the model recommends", extra={"model": self.model_id} | recommended)
+            self.sampling = {"temperature": 1.0} | recommended
         self._loaded = loaded
         self.uses.open()
 

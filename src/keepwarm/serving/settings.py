@@ -45,6 +45,11 @@ class ServerSection(_Section):
     mid_chat_system: bool = Field(
         default=False, description="take system messages behind others in Anthropic's protocol"
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        default="model",
+        description="what stands in for temperature, top_p and so on in OpenAI's and Anthropic's protocols: what the "
+        "model's makers recommend, or temperature 1 alone",
+    )
     warm_last: int = Field(
         default=0, ge=0, description="headers used last, which are loaded or computed at start, in the background"
     )

@@ -23,6 +23,7 @@ from keepwarm.runtime.gguf.file import File
 from keepwarm.runtime.gguf.header import read_tokenizer
 from keepwarm.runtime.gguf.tensors import tensors_of
 from keepwarm.runtime.native.blocks import can_compute
+from keepwarm.runtime.recommended import recommended_in
 
 _ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 
@@ -76,4 +77,5 @@ def _model(file: File, dtype: torch.dtype) -> PreTrainedModel:
     ends = [file.reader.value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     if model.generation_config is not None:
         model.generation_config.eos_token_id = sorted({each for each in ends if each is not None}) or None
+        model.generation_config.update(**recommended_in(file.reader))
     return model

@@ -59,7 +59,7 @@ async def messages(
         prompt, left_out = _prompt(body, service)
         if BILLING in left_out:
             service.metrics.billing_headers.inc()
-        arguments = prompt | sampling(body, default_temperature=1.0)
+        arguments = prompt | sampling(body, service.sampling)
         arguments["max_new_tokens"] = new_tokens(body.max_tokens, service.config.limits)
         if body.stop_sequences:
             arguments["stop"] = body.stop_sequences

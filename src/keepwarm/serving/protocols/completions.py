@@ -39,7 +39,7 @@ async def completions(
 ) -> Response:
     """Continue a text or token ids, streamed or whole."""
     service = await asked_for(request, body)
-    arguments = sampling(body, default_temperature=1.0)
+    arguments = sampling(body, service.sampling)
     arguments["max_new_tokens"] = new_tokens(
         body.max_tokens if body.max_tokens is not None else 16, service.config.limits
     )

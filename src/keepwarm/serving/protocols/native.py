@@ -243,7 +243,7 @@ def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> d
     if (body.query is None) == (body.messages is None):
         raise ApiError("invalid_request", "give either query or messages", param="query")
     turns = [{"role": "user", "content": body.query}] if body.messages is None else list(body.messages)
-    arguments = sampling(body, default_temperature=0.0) | service.adapted(body.model)
+    arguments = sampling(body, {"temperature": 0.0}) | service.adapted(body.model)
     arguments["max_new_tokens"] = new_tokens(body.max_new_tokens, service.config.limits)
     for name in ("tool_choice", "parallel_tool_calls", "response_schema"):
         if (value := getattr(body, name)) is not None:

@@ -114,7 +114,7 @@ def _usage(results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any
 def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
     """Return the arguments of `Engine.generate`. Raises ApiError for what does not fit together."""
     messages = [_message(message) for message in body.messages]
-    arguments: dict[str, Any] = {"messages": messages} | sampling(body, default_temperature=1.0)
+    arguments: dict[str, Any] = {"messages": messages} | sampling(body, service.sampling)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("invalid_request", "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)

@@ -125,7 +125,7 @@ def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any
     """Return the arguments of `Engine.generate`, without messages. Raises ApiError for what does not fit together."""
     if body.stream_options is not None and not body.stream:
         raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
-    arguments = sampling(body, default_temperature=1.0) | convert.tool_arguments(body)
+    arguments = sampling(body, service.sampling) | convert.tool_arguments(body)
     arguments["max_new_tokens"] = new_tokens(body.max_output_tokens, service.config.limits)
     match body.text.format if body.text else None:
         case JsonFormat():

@@ -38,7 +38,7 @@ async def generate(
     """Continue a text or token ids, or each of several, streamed or whole."""
     service = await serving(request, body.model)
     asked = _as_completion(body, body.model or service.model_id)
-    arguments = sampling(asked, default_temperature=1.0) | {"max_new_tokens": asked.max_tokens}
+    arguments = sampling(asked, {"temperature": 1.0}) | {"max_new_tokens": asked.max_tokens}
     if body.return_logprob:
         arguments["logprobs"] = body.top_logprobs_num or 0
     arguments |= service.adapted(asked.model)
