@@ -56,7 +56,8 @@ def test_every_protocol_of_a_vendor_takes_it(folder: Path, tmp_path: Path) -> No
     with serving(tmp_path, models={"tiny": str(folder)}) as (url, _):
         assert [responses(url)[name] for name in ("temperature", "top_p")] == [1.3, 0.8]
         assert [responses(url, top_p=0.5)[name] for name in ("temperature", "top_p")] == [1.3, 0.5]
-        native = httpx.post(f"{url}/query", json={"query": "Which pier is free?", "max_new_tokens": 12}, timeout=DEADLINE)
+        query = {"query": "Which pier is free?", "max_new_tokens": 12}
+        native = httpx.post(f"{url}/query", json=query, timeout=DEADLINE)
         assert native.raise_for_status().json()["answer"] == text(url, "/v1/chat/completions", CHAT | GREEDY)
         body = {name: value for name, value in CHAT.items() if name != "seed"} | {"top_k": 1}
         assert text(url, "/v1/messages", body) == text(url, "/v1/chat/completions", CHAT | {"top_k": 1})

@@ -60,12 +60,6 @@ inline Bytes looked_up(const uint8_t* table, Bytes index) {
     return {_mm256_shuffle_epi8(numbers, index.h[0]), _mm256_shuffle_epi8(numbers, index.h[1])};
 }
 inline Sums sums_from(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-// Returns the sums of four products of 8-bit codes.
-inline __m256i four_products(__m256i codes, __m256i x) {
-    const __m256i even = _mm256_set1_epi16(255);
-    const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    return _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8)));
-}
 inline __m256i four_of(const int8_t* x) {
     int32_t four;
     std::memcpy(&four, x, sizeof four);
@@ -78,13 +72,17 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
 }
 #else
 #define OWN_HALVES
+#define SIGNED_BYTES
 template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const int8_t* x) {
     constexpr int MOST = BITS <= 5 ? 4 : 2;  // sums of so many pairs of products stay below 2^15
     for (int from = 0; from < 4; from += MOST)
         for (int i = 0; i < 2; i++) {
-            if constexpr (BITS == 8) {
-                for (int at = from; at < from + MOST; at++)
-                    sums.h[i] = _mm256_add_epi32(sums.h[i], four_products(codes[at].h[i], four_of(x + 4 * at)));
+            if constexpr (BITS == 8) {  // as signed codes: their sizes times x with their signs, of which none is -128
+                for (int at = from; at < from + MOST; at++) {
+                    const __m256i code = _mm256_xor_si256(codes[at].h[i], _mm256_set1_epi8(-128));
+                    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(four_of(x + 4 * at), code));
+                    sums.h[i] = _mm256_add_epi32(sums.h[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+                }
                 continue;
             }
             __m256i pairs = _mm256_maddubs_epi16(codes[from].h[i], four_of(x + 4 * from));
@@ -184,6 +182,12 @@ inline Vec halves(const uint8_t* p) {
     for (int o = 0; o < LANES; o++) v[o] = widened_half(p[2 * o] | p[2 * o + 1] << 8);
     return load(v);
 }
+#endif
+
+#if defined(SIGNED_BYTES)
+constexpr bool EIGHT_ARE_SIGNED = true;  // sums of 8-bit codes are those of the codes less 128
+#else
+constexpr bool EIGHT_ARE_SIGNED = false;
 #endif
 
 // Adds the products of 16 columns: those of four vectors of codes.

@@ -149,7 +149,7 @@ struct Format {
     static int32_t start(const Rounded& x, int half) {
         if (KIND == Q6_K || KIND == Q6_PARTS) return x.less_32[half];
         if (KIND == Q3_K) return x.less_32[half] >> 3;
-        if (half) return 0;
+        if (half || (EIGHT_ARE_SIGNED && SHAPE.wide() == 8)) return 0;
         return SHAPE.less == 8 ? x.less_8 : SHAPE.less == 16 ? x.less_16 : SHAPE.less == 128 ? x.less_128 : 0;
     }
 
