@@ -6,6 +6,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# tools/install.py leaves packages uncompiled. Where this is set, every process would compile torch again: seconds each.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
