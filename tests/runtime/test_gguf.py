@@ -251,7 +251,7 @@ def test_frequencies_are_divided_by_the_files_factors(tmp_path: Path) -> None:
 
 def test_what_the_file_recommends_is_known(file: Path, tmp_path: Path) -> None:
     assert load(file, EngineConfig.build()).recommended_sampling == {}
-    told = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": -1.0, "penalty_repeat": 1.05, "mirostat": 2}
+    told = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": -1.0, "penalty_repeat": 1.05, "mirostat": 2.0}
     recommended = {f"general.sampling.{name}": value for name, value in told.items()}
     found = load(write(tmp_path / "m.gguf", others=recommended), EngineConfig.build())
     assert found.recommended_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}

@@ -26,6 +26,9 @@ def recommended(config: Any) -> dict[str, float]:
         if value is None or (name == "top_k" and value in (0, -1)):  # all tokens
             continue
         try:
+            if name == "top_k" and not (isinstance(value, int | float) and value % 1 == 0):
+                raise ConfigError(f"top_k must be a whole number, got {value!r}")
+            value = int(value) if name == "top_k" else value
             Decoding(**{"temperature": 1.0, name: value})
         except ConfigError as error:
             log.warning("the model's generation config is not followed: %s", error)

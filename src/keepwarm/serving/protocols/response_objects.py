@@ -65,7 +65,7 @@ class Wanted:
             "tool_choice": self._choice(),
             "tools": [tool.sent for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": self.about.arguments.get("top_p", 1.0),
+            "top_p": self.about.arguments.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
