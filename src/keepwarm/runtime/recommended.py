@@ -29,7 +29,8 @@ def recommended(config: Any) -> dict[str, float]:
             if name == "top_k" and not (isinstance(value, int | float) and value % 1 == 0):
                 raise ConfigError(f"top_k must be a whole number, got {value!r}")
             value = int(value) if name == "top_k" else value
-            Decoding(**{"temperature": 1.0, name: value})
+            asked: dict[str, Any] = {"temperature": 1.0, name: value}
+            Decoding(**asked)
         except ConfigError as error:
             log.warning("the model's generation config is not followed: %s", error)
         else:

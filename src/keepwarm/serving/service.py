@@ -106,7 +106,7 @@ class Service:
         pipeline = loaded.engine.pipeline
         self.decoder = _digests(loaded.engine), pipeline.tokenizer.decode
         if self.config.server.sampling_defaults == "model" and (recommended := pipeline.model.recommended_sampling):
-            log.info("requests are sampled as the model recommends", extra={"model": self.model_id} | recommended)
+            log.info("requests are sampled as the model recommends", extra={"model": self.model_id, **recommended})
             self.sampling = {"temperature": 1.0} | recommended
         self._loaded = loaded
         self.uses.open()
