@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from tests.helpers.cli import Cli
 from tests.helpers.doctor import KEY, Look, filled
-from tests.helpers.gguf_files import write
 from tests.helpers.remotes import free_port
 from transformers import AutoConfig, GPTNeoXConfig
 
@@ -367,27 +366,3 @@ def test_a_remote_that_does_not_answer_is_a_warning(look: Look, tmp_path: Path) 
     code, found = look("--store", tmp_path / "none", "--remote", url)
     assert (code, found["remote"]["status"]) == (0, "warn")
     assert "secret" not in json.dumps(found)
-
-
-def test_a_gguf_file_is_told_by_what_it_holds(look: Look, tmp_path: Path) -> None:
-    code, found = look("--model", write(tmp_path / "m.gguf", architecture="qwen3moe"))
-    assert (code, found["model"]["status"]) == (0, "ok")
-    assert "qwen3moe in F32, Q4_K, Q6_K" in found["model"]["detail"]
-    assert "of KV per token" in found["model"]["detail"]
-    assert "template" not in found["model"]["detail"]
-    code, found = look("--model", write(tmp_path / "base.gguf", lacking="chat_template"))
-    assert (code, "--raw" in found["model"]["detail"]) == (0, True)
-    code, found = look("--model", write(tmp_path / "other.gguf", architecture="mamba"))
-    assert (code != 0, found["model"]["status"]) == (True, "fail")
-    assert "'mamba'" in found["model"]["detail"]
-    assert "docs/gguf.md" in found["model"]["advice"]
-
-
-def test_a_file_that_is_no_gguf_file_is_told(look: Look, tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"<html>")
-    code, found = look("--model", str(file))
-    assert (code != 0, found["model"]["status"]) == (True, "fail")
-    assert "no GGUF file" in found["model"]["detail"]
-    file.write_bytes(b"GGUF" + bytes(20))
-    assert "not a whole GGUF file" in look("--model", str(file))[1]["model"]["detail"]

@@ -129,6 +129,7 @@ def test_a_wheels_library_of_other_sources_is_not_taken(
 ) -> None:
     wheel.write_text(wheel.read_text() + "\n// changed\n")
     monkeypatch.setenv("CXX", "no-such-compiler")
+    build._tell_of_no_compiler.cache_clear()
     assert build.compiled_for.__wrapped__(HERE[0], wheel) is None
     assert "no C++ compiler" in caplog.text
 

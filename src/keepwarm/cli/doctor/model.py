@@ -67,6 +67,7 @@ def _demo(settings: EngineConfig) -> Finding:
 
 def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
     from keepwarm.runtime.gguf.file import File  # imports torch
+    from keepwarm.runtime.native.blocks import can_compute
 
     try:
         whole = File.open(file)
@@ -76,6 +77,11 @@ def _gguf(name: str, file: Path, settings: EngineConfig) -> Finding:
     if settings.dtype == "float16":
         cure = "leave the dtype out: a GGUF file takes bfloat16 or float32"
         return Finding("model", "fail", f"{name} is there, and does not run in float16", cure)
+    with output.working("looking at the kernels for GGUF files; the first time, they are compiled"):
+        computes = can_compute()
+    if not computes:
+        cure = "install a C++ compiler (apt install g++), or name one in CXX; or name the model's folder"
+        return Finding("model", "fail", f"{name} is there, and does not run: its weights need compiled kernels", cure)
     types = ", ".join(sorted({each.tensor_type.name for each in whole.reader.tensors}))
     told = f"{name} is there and runs: {whole.architecture} in {types}; {told}"
     if not whole.has_template:

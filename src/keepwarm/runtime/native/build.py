@@ -141,9 +141,7 @@ def compiled_for(level: Level, source: Path, *defines: str) -> Kernels | None:
 def _compiled_here(level: Level, source: Path, defines: Sequence[str]) -> Kernels | None:
     compiler = _compiler()
     if compiler is None:
-        log.warning(
-            "no C++ compiler found (set CXX, or install g++): Keepwarm runs more slowly without its compiled code"
-        )
+        _tell_of_no_compiler()
         return None
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
@@ -216,6 +214,11 @@ def _compiler() -> list[str] | None:
         if words and shutil.which(words[0]):
             return words
     return None
+
+
+@functools.cache  # once is enough: each library would say it
+def _tell_of_no_compiler() -> None:
+    log.warning("no C++ compiler found (set CXX, or install g++): Keepwarm runs more slowly without its compiled code")
 
 
 def _takes(compiler: Sequence[str], level: Level) -> bool:
