@@ -17,6 +17,7 @@ from typing import Any
 import httpx2 as httpx
 
 DEADLINE = 120.0  # seconds; for machines that do much else
+_PATIENT = {"KEEPWARM__LIMITS__SHUTDOWN_TIMEOUT": "60"}  # what is queued is written there, too
 
 
 def _end_with_parent() -> None:
@@ -36,7 +37,7 @@ class ServerProcess:
         self.lines: list[str] = []
         self._process = subprocess.Popen(
             [*command, "--port", "0", *options],
-            env=os.environ | {"PYTHONPATH": paths} | dict(environment or {}),
+            env=os.environ | _PATIENT | {"PYTHONPATH": paths} | dict(environment or {}),
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=_end_with_parent,

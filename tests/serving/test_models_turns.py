@@ -144,7 +144,7 @@ def test_who_looks_brings_back_no_model_that_leaves(models: dict[str, str], room
 def test_looking_is_no_use_of_a_model(models: dict[str, str], tmp_path: Path) -> None:
     three = models | {"third": models["other"]}
     room = max(map(bytes_on_disk, models.values())) * 9 // 4
-    with serving(tmp_path, models=three, server__model_memory=room) as (url, _):
+    with serving(tmp_path, models=three, server__model_memory=room, engine__dtype="bfloat16") as (url, _):
         assert chat(url, "hi", model="other").status_code == 200
         assert httpx.get(f"{url}/v1/cache/entries", timeout=DEADLINE).status_code == 200
         assert chat(url, "hi", model="third").status_code == 200

@@ -61,6 +61,7 @@ def test_every_protocol_of_a_vendor_takes_it(folder: Path, tmp_path: Path) -> No
         assert native.raise_for_status().json()["answer"] == text(url, "/v1/chat/completions", CHAT | GREEDY)
         body = {name: value for name, value in CHAT.items() if name != "seed"} | {"top_k": 1}
         assert text(url, "/v1/messages", body) == text(url, "/v1/chat/completions", CHAT | {"top_k": 1})
+        assert text(url, "/v1/messages", body | GREEDY) == text(url, "/v1/chat/completions", CHAT | GREEDY)
 
 
 def test_nothing_is_taken_from_the_model_if_so_set(folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ class Service:
         config = folder / "serve.toml"
         config.write_text(f'[server]\nmodel_names = ["served"]\n[tenants]\nkeys_file = "{keys}"\n')
         options = ("--config", str(config), "--log-format", "text")
-        self.process = ServerProcess(model, folder / "store", *options).ready()
+        ends = {"KEEPWARM__LIMITS__SHUTDOWN_TIMEOUT": "4"}  # the default
+        self.process = ServerProcess(model, folder / "store", *options, environment=ends).ready()
         self.url = self.process.url
 
 

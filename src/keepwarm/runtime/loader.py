@@ -176,16 +176,21 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
     """
-    folder: Path | None = None
-    if isinstance(source, tuple):
-        model, tokenizer = source
-        if config.device is not None or config.dtype is not None:
-            raise ConfigError("device and dtype are those of the model that was passed; leave them out")
-    else:
-        with _ONE_AT_A_TIME:
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        progress("waiting for another model that this process loads")
+        _ONE_AT_A_TIME.acquire()
+    try:
+        folder: Path | None = None
+        if isinstance(source, tuple):
+            model, tokenizer = source
+            if config.device is not None or config.dtype is not None:
+                raise ConfigError("device and dtype are those of the model that was passed; leave them out")
+        else:
             model, tokenizer, folder = _from_pretrained(source, config, progress)
-    with without_hints():
-        return _prepared(model, tokenizer, folder, config)
+        with without_hints():
+            return _prepared(model, tokenizer, folder, config)
+    finally:
+        _ONE_AT_A_TIME.release()
 
 
 def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, config: EngineConfig) -> LoadedModel:

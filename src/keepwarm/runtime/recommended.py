@@ -42,6 +42,8 @@ def recommended_in(reader: Reader) -> dict[str, float]:
     """Return what a GGUF file's metadata (`general.sampling`, as llama.cpp reads it) names, as a generation config
     calls it. The file's numbers have 32 bits; 0.95 is meant to be 0.95."""
     told = {name: reader.value(f"general.sampling.{key}") for name, key in _IN_GGUF.items()}
+    if reader.value("general.sampling.penalty_last_n") == 0:  # of no token
+        del told["repetition_penalty"]
     return {
         name: float(str(np.float32(value))) if isinstance(value, float) else value
         for name, value in told.items()

@@ -105,9 +105,11 @@ class Service:
         return_freed_memory()
         pipeline = loaded.engine.pipeline
         self.decoder = _digests(loaded.engine), pipeline.tokenizer.decode
-        if self.config.server.sampling_defaults == "model" and (recommended := pipeline.model.recommended_sampling):
+        follows = self.config.server.sampling_defaults == "model"
+        recommended = pipeline.model.recommended_sampling if follows else {}
+        if recommended:
             log.info("requests are sampled as the model recommends", extra={"model": self.model_id, **recommended})
-            self.sampling = {"temperature": 1.0} | recommended
+        self.sampling = {"temperature": 1.0} | recommended
         self._loaded = loaded
         self.uses.open()
 

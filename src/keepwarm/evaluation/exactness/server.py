@@ -111,7 +111,7 @@ class Server:
         asked, by that field, to use nothing that it has cached. Without `logprobs` it is not asked for any. Raises
         KeepwarmError."""
         fields: dict[str, Any] = {}
-        for name in ("usage", "logprobs", "return_token_ids"):
+        for name in ("usage", "logprobs", "return_token_ids", "repetition_penalty"):
             if name in self.takes and (logprobs or name != "logprobs"):
                 fields |= self._optional[name]
         if cold is not None:
@@ -129,6 +129,7 @@ class Server:
             "usage": {"stream_options": {"include_usage": True}},
             "logprobs": logprobs,
             "return_token_ids": {"return_token_ids": True},
+            "repetition_penalty": {"repetition_penalty": 1},  # else a server may take what the model recommends
             "cache_salt": {"cache_salt": "keepwarm-prove"},
             "cache_prompt": {"cache_prompt": False},  # llama.cpp's
         }

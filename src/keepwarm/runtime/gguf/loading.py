@@ -77,5 +77,6 @@ def _model(file: File, dtype: torch.dtype) -> PreTrainedModel:
     ends = [file.reader.value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     if model.generation_config is not None:
         model.generation_config.eos_token_id = sorted({each for each in ends if each is not None}) or None
-        model.generation_config.update(**recommended_in(file.reader))
+        for name, value in recommended_in(file.reader).items():
+            setattr(model.generation_config, name, value)
     return model

@@ -138,14 +138,14 @@ class Blocks:
         numbers = rows.to(torch.int64).contiguous()
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self):
             raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {len(self)}")
-        made = torch.empty(len(numbers), self.columns)
+        made = torch.empty(len(numbers), self.columns, dtype=torch.float32)
         source = ctypes.byref(self.source)
         _compute().keepwarm_widen(source, _at(numbers), ctypes.c_int64(len(numbers)), _at(made))
         return made
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with `x`, float32 `[n, in]`, as float32 `[n, out]`. Nothing is rounded to fewer bits."""
-        made = torch.empty(len(x), len(self))
+        made = torch.empty(len(x), len(self), dtype=torch.float32)
         x = x.contiguous()
         source, count = ctypes.byref(self.source), ctypes.c_int64(len(x))
         done(_compute().keepwarm_plain_product(source, _at(x), count, _at(made), torch.get_num_threads()))

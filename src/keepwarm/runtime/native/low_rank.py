@@ -153,7 +153,7 @@ class PackedLora:
         lows = [changes[module] for module in inputs]
         ordered = zip(lows, inputs.values(), strict=True)
         weight = torch.cat([low.a if at is None else low.a[:, at] for low, at in ordered])
-        scale = torch.cat([torch.full((len(low.a),), low.scale) for low in lows])
+        scale = torch.cat([torch.full((len(low.a),), low.scale, dtype=torch.float32) for low in lows])
         more = -len(weight) % _RANKS
         weight, scale = nn.functional.pad(weight, (0, 0, 0, more)), nn.functional.pad(scale, (0, more))
         self.ranks = max(self.ranks, len(weight))
@@ -180,7 +180,7 @@ class PackedLora:
             if found:
                 panel.first = min(first for _, first, _ in found)
                 panel.rank = max(first + b.shape[1] for _, first, b in found) - panel.first
-                packed.append(torch.zeros(panel.rank, LANES))
+                packed.append(torch.zeros(panel.rank, LANES, dtype=torch.float32))
             for at, first, b in found:
                 packed[-1][first - panel.first :][: b.shape[1], at : at + len(b)] = b.t()
         address = self._floats(torch.cat(packed)) if packed else 0
@@ -204,7 +204,7 @@ class Chosen:
         numbers = np.array([each.index(lora.packed) for lora in loras], dtype=np.int32)
         ranks, rows = max(packed.ranks for packed in each), int(np.sum(counts))
         parts = -(-max(packed.width for packed in each) // _SUMMED)
-        room = torch.empty(parts + 1, rows, ranks)
+        room = torch.empty(parts + 1, rows, ranks, dtype=torch.float32)
         addresses, of = np.array([packed.address for packed in each], dtype=np.int64), np.repeat(numbers, counts)
         self._held: tuple[Any, ...] = (each, addresses, of, room)
         self._record = AdaptersRecord(

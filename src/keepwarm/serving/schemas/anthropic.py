@@ -261,6 +261,8 @@ class MessagesRequest(CountRequest):
     diagnostics: Diagnostics | None = None
     cache_salt: CacheSalt | None = Field(None, description="not Anthropic's")
     reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not Anthropic's")
+    min_p: Number | None = Field(None, ge=0, le=1, description="not Anthropic's")
+    repetition_penalty: Number | None = Field(None, gt=0, le=10, description="not Anthropic's")
 
 
 class CacheCreation(Shown):

@@ -61,7 +61,7 @@ def _attention(module: Any, table: int) -> Attention:
         llama.norm(module.k_norm),
         table,
         shape=_shape(module),
-        v_norm=Norm(torch.ones(module.head_dim), module.v_norm.eps),
+        v_norm=Norm(torch.ones(module.head_dim, dtype=torch.float32), module.v_norm.eps),
     )
 
 
