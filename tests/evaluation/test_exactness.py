@@ -167,7 +167,7 @@ def test_an_exact_server_passes_every_check(cli: Cli, foreign: Foreign, monkeypa
     monkeypatch.setenv("THE_KEY", "secret")
     code, found, report = checks(cli, foreign, "--api-key-env", "THE_KEY")
     assert (code, report["model"]) == (0, "foreign")
-    assert report["takes"] == ["cache_prompt", "cache_salt", "logprobs", "usage"]
+    assert report["takes"] == ["cache_prompt", "cache_salt", "logprobs", "repetition_penalty", "usage"]
     assert [(name, check["against"]) for name, check in found.items()] == [
         ("asked again", "cold"),
         ("without logprobs", "with them"),
@@ -213,7 +213,7 @@ def test_what_changes_without_log_probabilities_is_found(cli: Cli, foreign: Fore
 
 
 def test_a_server_that_takes_little_is_asked_for_little(cli: Cli, foreign: Foreign) -> None:
-    foreign.refuses = frozenset({"logprobs", "stream_options", "cache_salt", "cache_prompt"})
+    foreign.refuses = frozenset({"logprobs", "stream_options", "cache_salt", "cache_prompt", "repetition_penalty"})
     code, found, report = checks(cli, foreign)
     assert (code, report["takes"]) == (0, [])
     assert found["beginning shared"]["against"] == "asked again"
