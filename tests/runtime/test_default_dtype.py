@@ -52,6 +52,7 @@ def test_a_gguf_files(tmp_path: Path, as_while_loading: Callable[[], None]) -> N
         assert torch.equal(engine.pipeline.model.model(torch.tensor([PROMPT])).logits, modules)
 
 
+@pytest.mark.host_memory("adapters need the compiled kernels")
 @pytest.mark.skipif(compiled is None, reason="no C++ compiler: adapters need the compiled kernels")
 def test_an_adapters(saved: Callable[..., Path], tmp_path: Path, as_while_loading: Callable[[], None]) -> None:
     folder, adapters = saved("llama"), {"one": str(adapter(tmp_path / "one", tiny("llama"), MLP))}
