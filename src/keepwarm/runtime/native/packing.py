@@ -71,8 +71,10 @@ class Packing:
     def layer(self, parts: LayerParts) -> LayerRecord:
         mixer = parts.mixer
         reads = mixer.reads
-        none = [torch.zeros(len(each.weight), dtype=torch.float32) for each in reads]
-        biases = [made if each.bias is None else each.bias.float() for each, made in zip(reads, none, strict=True)]
+        biases = [
+            torch.zeros(len(each.weight), dtype=torch.float32) if each.bias is None else each.bias.float()
+            for each in reads
+        ]
         has_bias = any(each.bias is not None for each in reads)
         record = LayerRecord(
             before=self.norm(parts.before),
