@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +32,11 @@ if find_spec("hypothesis"):  # vLLM's environment has none
     settings.register_profile("no-deadline", deadline=None)
     settings.load_profile("no-deadline")
 
-# ---- the adversarial device ----
+# ---- what a run of the tests is told ----
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--end-by", type=float, help="seconds since 1970: tests that would begin later are skipped")
     parser.addoption(
         "--device",
         choices=("cpu", "adversarial"),
@@ -51,6 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if marker := item.get_closest_marker("host_memory"):
                 item.add_marker(pytest.mark.skip(reason=f"not on this device: {marker.args[0]}"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    end = item.config.getoption("--end-by")
+    if end is not None and time.time() > end:
+        pytest.skip("left out: the time of this run (--end-by) was over")
+
+
+# ---- the adversarial device ----
 
 
 @pytest.fixture(scope="session", autouse=True)
