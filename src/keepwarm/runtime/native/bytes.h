@@ -71,26 +71,46 @@ template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_
     return sums;
 }
 #else
-#define OWN_HALVES
 #define SIGNED_BYTES
-template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const int8_t* x) {
-    constexpr int MOST = BITS <= 5 ? 4 : 2;  // sums of so many pairs of products stay below 2^15
-    for (int from = 0; from < 4; from += MOST)
-        for (int i = 0; i < 2; i++) {
-            if constexpr (BITS == 8) {  // as signed codes: their sizes times x with their signs, of which none is -128
-                for (int at = from; at < from + MOST; at++) {
-                    const __m256i code = _mm256_xor_si256(codes[at].h[i], _mm256_set1_epi8(-128));
-                    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(four_of(x + 4 * at), code));
-                    sums.h[i] = _mm256_add_epi32(sums.h[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#define IN_STRIPS
+// Adds the products of 4 STEPS columns to the sums of R rows that lie `apart` bytes apart. Pairs of products are added in 16
+// bits first, in registers, and a vector of codes is read once for all rows.
+template <int BITS, int STEPS, int R>
+INLINE void add_products(Sums (&sums)[R], const Bytes* codes, const int8_t* x, int64_t apart) {
+    constexpr int MOST = BITS <= 4 ? 8 : BITS == 5 ? 4 : BITS < 8 ? 2 : 1;  // sums of so many pairs stay below 2^15
+    constexpr int EACH = MOST < STEPS ? MOST : STEPS;
+#pragma GCC unroll 8
+    for (int from = 0; from < STEPS; from += EACH) {
+        __m256i pairs[R][2];
+#pragma GCC unroll 8
+        for (int at = from; at < from + EACH; at++) {
+            __m256i code[2], size[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                code[i] = codes[at].h[i];
+                if constexpr (BITS == 8) {  // as signed codes: their sizes times x with their signs, of which none is -128
+                    code[i] = _mm256_xor_si256(code[i], _mm256_set1_epi8(-128));
+                    size[i] = _mm256_abs_epi8(code[i]);
                 }
-                continue;
             }
-            __m256i pairs = _mm256_maddubs_epi16(codes[from].h[i], four_of(x + 4 * from));
-            for (int at = from + 1; at < from + MOST; at++)
-                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[at].h[i], four_of(x + 4 * at)));
-            sums.h[i] = _mm256_add_epi32(sums.h[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#pragma GCC unroll 4
+            for (int m = 0; m < R; m++) {
+                const __m256i four = four_of(x + m * apart + 4 * at);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    const __m256i more = BITS == 8 ? _mm256_maddubs_epi16(size[i], _mm256_sign_epi8(four, code[i]))
+                                                   : _mm256_maddubs_epi16(code[i], four);
+                    pairs[m][i] = at == from ? more : _mm256_add_epi16(pairs[m][i], more);
+                    asm("" : "+x"(pairs[m][i]));  // else the compiler multiplies first and keeps all products in memory
+                }
+            }
         }
-    return sums;
+#pragma GCC unroll 4
+        for (int m = 0; m < R; m++)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++)
+                sums[m].h[i] = _mm256_add_epi32(sums[m].h[i], _mm256_madd_epi16(pairs[m][i], _mm256_set1_epi16(1)));
+    }
 }
 #endif
 inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
@@ -190,11 +210,16 @@ constexpr bool EIGHT_ARE_SIGNED = true;  // sums of 8-bit codes are those of the
 constexpr bool EIGHT_ARE_SIGNED = false;
 #endif
 
-// Adds the products of 16 columns: those of four vectors of codes.
-#if !defined(OWN_HALVES)
-template <int BITS> inline Sums add_half(Sums sums, const Bytes* codes, const int8_t* x) {
-    for (int i = 0; i < 4; i++) sums = add_products<BITS>(sums, codes[i], x + 4 * i);
-    return sums;
+#if defined(IN_STRIPS)
+constexpr int STRIP = 4;  // rows whose products are computed side by side
+#else
+constexpr int STRIP = 1;
+template <int BITS, int STEPS, int R>
+INLINE void add_products(Sums (&sums)[R], const Bytes* codes, const int8_t* x, int64_t apart) {
+#pragma GCC unroll 4
+    for (int m = 0; m < R; m++)
+#pragma GCC unroll 8
+        for (int i = 0; i < STEPS; i++) sums[m] = add_products<BITS>(sums[m], codes[i], x + m * apart + 4 * i);
 }
 #endif
 

@@ -247,32 +247,46 @@ __attribute__((noinline)) void float_sums(const Rounded* x, int64_t blocks, cons
     for (int m = 0; m < MB; m++) to[m] = even[m] + odd[m];
 }
 
+// Adds a block's products to the sums of R rows. With APART, its halves are added up side by side.
+template <int KIND, bool APART, int R, Reading HOW>
+INLINE void add_block(const Format<KIND, HOW>& f, const Rounded* x, Vec* sums) {
+    constexpr Shape SHAPE = shape_of(KIND);
+    Sums first[R], second[R];
+#pragma GCC unroll 4
+    for (int m = 0; m < R; m++) first[m] = sums_from(f.start(x[m], 0)), second[m] = sums_from(f.start(x[m], 1));
+    add_products<SHAPE.wide(), APART ? 4 : 8>(first, f.code, x->x, sizeof(Rounded));
+    if constexpr (APART) add_products<SHAPE.wide(), 4>(second, f.code + 4, x->x + LANES, sizeof(Rounded));
+#pragma GCC unroll 4
+    for (int m = 0; m < R; m++) {
+        Vec value;
+        if constexpr (f.SPLIT) value = fused(floats(second[m]), f.other, floats(first[m]) * f.scale);
+        else value = floats(APART ? both(first[m], second[m]) : first[m]) * f.scale;
+        sums[m] = fma(value, splat(x[m].scale), sums[m]);
+        if constexpr (f.SPLIT && SHAPE.least) {
+            const float by = x[m].scale / -32;  // exact
+            sums[m] = fma(-f.least, splat(x[m].less_32[0] * by), sums[m]);
+            sums[m] = fma(-f.other_least, splat(x[m].less_32[1] * by), sums[m]);
+        } else if constexpr (SHAPE.least) {
+            sums[m] = fma(-f.least, splat(x[m].total), sums[m]);
+        }
+    }
+}
+
 // Computes the sums of MB rows with a panel's 16 columns.
 template <int KIND, int MB, Reading HOW = IN_ORDER>
 __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const QuantPanel& panel, Vec* to) {
-    constexpr Shape SHAPE = shape_of(KIND);
-    constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: short chains are faster
+    constexpr int R = MB < STRIP ? MB : STRIP;
+    constexpr bool APART = Format<KIND>::SPLIT || (STRIP == 1 && MB < 4);  // few rows: short chains are faster
     Format<KIND, HOW> f(panel);
     Vec sums[MB] = {};
     for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
         f.next(b);
+        if constexpr (STRIP == 1) {
 #pragma GCC unroll 12
-        for (int m = 0; m < MB; m++) {  // without unrolling, the sums would be kept in memory
-            Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
-            first = add_half<SHAPE.wide()>(first, f.code, x[m].x);
-            Sums& rest = APART ? second : first;
-            rest = add_half<SHAPE.wide()>(rest, f.code + 4, x[m].x + LANES);
-            Vec value;
-            if constexpr (SPLIT) value = fused(floats(second), f.other, floats(first) * f.scale);
-            else value = floats(APART ? both(first, second) : first) * f.scale;
-            sums[m] = fma(value, splat(x[m].scale), sums[m]);
-            if constexpr (SPLIT && SHAPE.least) {
-                const float by = x[m].scale / -32;  // exact
-                sums[m] = fma(-f.least, splat(x[m].less_32[0] * by), sums[m]);
-                sums[m] = fma(-f.other_least, splat(x[m].less_32[1] * by), sums[m]);
-            } else if constexpr (SHAPE.least) {
-                sums[m] = fma(-f.least, splat(x[m].total), sums[m]);
-            }
+            for (int m = 0; m < MB; m++) add_block<KIND, APART, 1>(f, x + m, sums + m);  // without unrolling, sums would be kept in memory
+        } else {
+#pragma GCC unroll 1
+            for (int m = 0; m < MB; m += R) add_block<KIND, APART, R>(f, x + m, sums + m);
         }
     }
     for (int m = 0; m < MB; m++) to[m] = sums[m];

@@ -34,14 +34,15 @@ __attribute__((noinline)) void upper_sums(const Rounded* x, const Known* known, 
 #pragma GCC unroll 4
         for (int m = 0; m < MB; m++) {
             const Known& k = known[m * blocks + b];
-            const Sums left = add_half<4>(sums_from(0), f.code, x[m].x), right = add_half<4>(sums_from(0), f.code + 4, x[m].x + LANES);
+            Sums left[] = {sums_from(0)}, right[] = {sums_from(0)};
+            add_products<4, 4>(left, f.code, x[m].x, 0), add_products<4, 4>(right, f.code + 4, x[m].x + LANES, 0);
             Vec value;  // within a half it is exact
             if constexpr (f.SPLIT) {
-                value = fma(floats(left), step, splat(k.less[0])) * f.scale;
-                value = fma(fma(floats(right), step, splat(k.less[1])), f.other, value);
+                value = fma(floats(*left), step, splat(k.less[0])) * f.scale;
+                value = fma(fma(floats(*right), step, splat(k.less[1])), f.other, value);
                 errors[m] = fma(other_size, splat(k.wrong[1]), errors[m]);
             } else {
-                value = fma(floats(both(left, right)), step, splat(k.less[0])) * f.scale;
+                value = fma(floats(both(*left, *right)), step, splat(k.less[0])) * f.scale;
             }
             sums[m] = fma(value, splat(x[m].scale), sums[m]);
             errors[m] = fma(size, splat(k.wrong[0]), errors[m]);
