@@ -92,6 +92,10 @@ def test_a_bad_value_is_refused_with_its_setting(name: str, value: Any) -> None:
         EngineConfig.build(**{name: value})
 
 
+def test_auto_chooses_a_dtype_and_a_device_as_none_does() -> None:
+    assert EngineConfig.build(dtype="auto", device="auto") == EngineConfig.build()
+
+
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'max_rma'; known are .*max_ram"):
         EngineConfig.build(max_rma="1GiB")

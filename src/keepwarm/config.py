@@ -148,9 +148,9 @@ class EngineConfig(BaseModel):
 
     store: Path | None = Field(None, description="folder of the disk tier; None keeps KV in this process only")
     reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix, chunks or off")
-    device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
+    device: str | None = Field(None, description="cuda, mps or cpu; None or auto chooses the first present")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="float32, bfloat16 or float16; None chooses by device"
+        None, description="float32, bfloat16 or float16; None or auto chooses by device"
     )
     kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw", description="how KV is kept in the store; all but raw are lossy: their reuse is labelled quantized"
@@ -314,6 +314,11 @@ class EngineConfig(BaseModel):
         if not isinstance(value, str | os.PathLike):
             raise ConfigError(f"store and store_key_file are paths, or None, got {value!r}")
         return Path(value).expanduser()
+
+    @field_validator("device", "dtype", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return None if value == "auto" else value
 
     @field_validator("device")
     @classmethod

@@ -39,10 +39,13 @@ Model = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="float32, bfloat16 or float16 (a GGUF file takes no float16); chosen by device when left out."
+        "--dtype",
+        help="float32, bfloat16 or float16 (a GGUF file takes no float16); auto, or left out: chosen by device.",
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu; the first present when left out.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cuda, mps or cpu; auto, or left out: the first present of these.")
+]
 
 
 def chosen_model(given: str | None) -> str:
