@@ -28,7 +28,7 @@ from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Chosen
 from keepwarm.runtime.native.memory import pages
 from keepwarm.runtime.native.outline import Outline
-from keepwarm.runtime.native.packing import LANES, LOG2E, Packing
+from keepwarm.runtime.native.packing import LANES, LOG2E, Packing, WideWeights
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.recurrent import Runs
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
@@ -75,12 +75,12 @@ class LeanDecoder:
         self.in_blocks = isinstance(parts.head, Blocks)
         self.dtype = model.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
-        self._packing = Packing(self.deep)
         self._tables_of = [layer.attention.table if layer.attention else None for layer in parts.layers]
-        self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
         self.states = tuple(each.state for each in parts.recurrent)  # numbers that each layer with a state keeps
-        self._number(parts, windows)
-        self._model = self._record(parts)
+        try:
+            self._pack(parts, windows, narrow=self.dtype is torch.float32 and not self.in_blocks)
+        except WideWeights:
+            self._pack(parts, windows, narrow=False)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
         self._tables = RotaryTables(parts.tables, parts.rotated, torch.device("cpu"), parts.factors)
@@ -106,6 +106,14 @@ class LeanDecoder:
     def storages(self) -> dict[int, int]:
         """Bytes of the weights as the kernels read them, by address."""
         return self._packing.storages
+
+    def _pack(self, parts: Description, windows: Sequence[int | None], *, narrow: bool) -> None:
+        """Pack the weights. Raises WideWeights with `narrow`."""
+        self._packing = Packing(self.deep, narrow=narrow)
+        self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
+        self._number(parts, windows)
+        self._model = self._record(parts)
+        self._model.widens = narrow
 
     def _number(self, parts: Description, windows: Sequence[int | None]) -> None:
         """Number the layers with keys and values, and those with a state."""

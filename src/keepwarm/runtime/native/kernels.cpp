@@ -33,10 +33,11 @@
 
 namespace {
 
-// A way to compute a step: the dtype of weights, keys and values, and the code for products and attention.
-template <class T, class X = float>
+// A way to compute a step: the dtype of keys and values, that of weights, and the code for products and attention.
+template <class T, class X = float, class W = T>
 struct Vectors {
     using Element = T;
+    using Weight = W;
     using Logit = T;  // logits are rounded to this dtype
     using Rows = PlainRows<X>;
     using Router = T;     // the dtype of routers' weights
@@ -48,6 +49,7 @@ struct Vectors {
 #if defined(HAS_TILES)
 struct Tiles {
     using Element = bf16;
+    using Weight = bf16;
     using Logit = bf16;
     using Rows = TileRows;
     using Router = bf16;
@@ -74,6 +76,7 @@ using Full = Quantized<Vectors<float>>;
 #else
 using Narrow = Half;
 using Full = Vectors<float>;
+using Widened = Vectors<float, float, bf16>;  // the numbers are the same: each weight is widened where it is used
 #endif
 
 // Writes a token's row of a table, [width], times a factor.
@@ -121,7 +124,7 @@ inline bool with_dim(int dim, Take take) {
 
 // Makes the vectors that the rows' tokens have for each layer, [rows, layers, width]: their own ones, and what is made of
 // their embeddings. `looked` has room for one token's.
-template <class T, class Rows>
+template <class T, class W, class Rows>
 void per_layer_inputs(const Model& m, const Step& s, const Scratch<Rows>& b, int id, int of, Barrier& barrier) {
     const int width = m.per_layer, all = m.layers * width;
     float* const looked = b.looked + (int64_t)id * all;
@@ -129,7 +132,7 @@ void per_layer_inputs(const Model& m, const Step& s, const Scratch<Rows>& b, int
         normed(m, b.x + (int64_t)row * m.hidden, Norm{}, m.hidden, [&](int i, Vec v) { b.h.put(row, i, v); });
     });
     barrier.wait(of);
-    linear<T>(b.h, s.rows, m.per_layer_projection, all, b.inputs, id, of, nullptr, m.projected);
+    linear<W>(b.h, s.rows, m.per_layer_projection, all, b.inputs, id, of, nullptr, m.projected);
     barrier.wait(of);
     rows_of(s.rows, id, of, [&](int row) {
         look_up<T>(m.per_layer_table, s.tokens[row], all, m.looked_up, looked);
@@ -144,6 +147,7 @@ void per_layer_inputs(const Model& m, const Step& s, const Scratch<Rows>& b, int
 template <class How>
 int forward(const Model& m, Step& s) {
     using T = typename How::Element;
+    using W = typename How::Weight;
     using Rows = typename How::Rows;
     const Scratch<Rows> b(m, s);
     const int kept = std::max(last_kept(m), s.first);  // behind this layer, rows without logits are not needed
@@ -157,7 +161,7 @@ int forward(const Model& m, Step& s) {
     {
         const Rounding rounding;
         [[maybe_unused]] const typename How::Thread thread;
-        if (!has_room<T>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
+        if (!has_room<W>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
         [[maybe_unused]] Turn turn{turns};
@@ -165,7 +169,7 @@ int forward(const Model& m, Step& s) {
             normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { h.put(to, i, v); });
         };
 #if defined(ADAPTERS)
-        Adapted<T, Rows> adapted(m, s, id, of, barrier);
+        Adapted<W, Rows> adapted(m, s, id, of, barrier);
 #endif
         // Ends a sublayer: where the model norms its result, x += the normed result. Else `linear` has added it already.
         // Then x is multiplied by `factor`, where there is a norm.
@@ -184,7 +188,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
             adapted.back(from, rows, weight, y, bias, after.weight ? 1 : m.residual, !after.weight);
 #else
-            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight, &turn);
+            linear<W>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight, &turn);
 #endif
             settle(rows, after, factor);
         };
@@ -197,10 +201,10 @@ int forward(const Model& m, Step& s) {
                        [&](int i, Vec v) { store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
             });
             barrier.wait(of);
-            widen<T>(m, w.mlp, h, inner, rows, id, of);
+            widen<W>(m, w.mlp, h, inner, rows, id, of);
             barrier.wait(of);
-            linear<T>(inner, rows, w.mlp.down, m.hidden, b.y, id, of, nullptr);
-            run_experts<T, typename How::Router>(m, w, b, h, rows, b.z, true, id, of, barrier);
+            linear<W>(inner, rows, w.mlp.down, m.hidden, b.y, id, of, nullptr);
+            run_experts<W, typename How::Router>(m, w, b, h, rows, b.z, true, id, of, barrier);
             barrier.wait(of);
             for (int row = id; row < rows; row += of) {
                 float *const y = b.y + (int64_t)row * m.hidden, *const z = b.z + (int64_t)row * m.hidden;
@@ -215,7 +219,7 @@ int forward(const Model& m, Step& s) {
             const Rows inner = b.inner.of(width, rows);
             rows_of(rows, id, of, [&](int row) { norm(row, Norm{}, h, row); });
             barrier.wait(of);
-            linear<T>(h, rows, w.per_layer.gate, width, b.y, id, of, nullptr);
+            linear<W>(h, rows, w.per_layer.gate, width, b.y, id, of, nullptr);
             barrier.wait(of);
             rows_of(rows, id, of, [&](int row) {
                 const float* const own = b.inputs + ((int64_t)(origin ? origin[row] : row) * m.layers + layer) * width;
@@ -225,7 +229,7 @@ int forward(const Model& m, Step& s) {
                 });
             });
             barrier.wait(of);
-            linear<T>(inner, rows, w.per_layer.up, m.hidden, b.y, id, of, nullptr);
+            linear<W>(inner, rows, w.per_layer.up, m.hidden, b.y, id, of, nullptr);
             settle(rows, w.per_layer.after, w.factor);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
@@ -235,7 +239,7 @@ int forward(const Model& m, Step& s) {
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
-        else if (m.per_layer && s.first == 0) per_layer_inputs<T>(m, s, b, id, of, barrier);
+        else if (m.per_layer && s.first == 0) per_layer_inputs<T, W>(m, s, b, id, of, barrier);
         for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
             const bool end = layer == kept, behind = layer > kept && few;
@@ -261,7 +265,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
                 adapted.read(first, s.rows, reads(m, w), b.q);
 #else
-                linear<T>(first, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
+                linear<W>(first, s.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
 #endif
                 barrier.wait(of);
                 const bool last = end && !s.outputs;
@@ -282,8 +286,8 @@ int forward(const Model& m, Step& s) {
                 adapted.read(first, t.rows, reads(m, w), b.q);
                 if (w.gate) adapted.gate(first, t.rows, b.made);
 #else
-                linear<T>(first, t.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
-                if (w.gate) linear<T>(first, t.rows, w.gate, m.heads * w.dim, b.made, id, of, w.gate_bias);
+                linear<W>(first, t.rows, w.qkv, reads(m, w), b.q, id, of, w.qkv_bias, 1, false, &turn);
+                if (w.gate) linear<W>(first, t.rows, w.gate, m.heads * w.dim, b.made, id, of, w.gate_bias);
 #endif
                 // This comes late, so that attention finds the layer's keys and values in the processor's cache.
                 if (s.take && !w.shares) s.take(s.job, w.kv);
@@ -321,7 +325,7 @@ int forward(const Model& m, Step& s) {
                 });
                 barrier.wait(of);
                 const bool apart = w.after_mlp.weight;
-                run_experts<T, typename How::Router>(m, w, b, h, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
+                run_experts<W, typename How::Router>(m, w, b, h, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
                 settle(on.rows, w.after_mlp, w.factor);
                 continue;
             }
@@ -330,7 +334,7 @@ int forward(const Model& m, Step& s) {
 #if defined(ADAPTERS)
             adapted.widen(w.mlp, h, inner, on.rows);
 #else
-            widen<T>(m, w.mlp, h, inner, on.rows, id, of, &turn);
+            widen<W>(m, w.mlp, h, inner, on.rows, id, of, &turn);
 #endif
             barrier.wait(of);
             if (m.parallel) back(mixed, on.rows, w.o, w.o_bias, w.after);
@@ -342,7 +346,7 @@ int forward(const Model& m, Step& s) {
         rows_of(outputs, id, of, [&](int i) { norm(few ? i : s.wanted[i], m.norm, h, i); });
         barrier.wait(of);
         if (s.largest && screens(m, h, outputs)) largest_logits(m, s, h, outputs, b.known, b.found, id, of, barrier);
-        else linear_of<typename Rows::template HeadWeight<T>>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit, false);
+        else linear_of<typename Rows::template HeadWeight<W>>(h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit, false);
         finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }
@@ -375,6 +379,11 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
 int keepwarm_forward(const Model* m, Step* s) {
     for (int layer = 0; layer < m->layers; layer++)
         if (m->layer[layer].kv >= 0 && !with_dim(m->layer[layer].dim, [](auto) {})) return 1;
-    return guarded([&] { return m->is_bf16 ? forward<Narrow>(*m, *s) : forward<Full>(*m, *s); });
+    return guarded([&] {
+#if !defined(QUANTIZED)
+        if (m->widens) return forward<Widened>(*m, *s);
+#endif
+        return m->is_bf16 ? forward<Narrow>(*m, *s) : forward<Full>(*m, *s);
+    });
 }
 }

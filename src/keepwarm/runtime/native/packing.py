@@ -37,6 +37,7 @@ from keepwarm.runtime.native.structures import (
 from keepwarm.runtime.native.twelve import Panels
 
 LANES = 16
+_CHECKED = 4096  # rows that are widened at once to compare them
 LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
 
 
@@ -48,12 +49,18 @@ class Head(NamedTuple):
     most: float  # the share of panels up to which the largest logits are found faster by parts; 0 if there is one part
 
 
+class WideWeights(Exception):
+    """Some weight in float32 is no number of bfloat16."""
+
+
 class Packing:
     """Packs one model's weights. The records hold addresses only; this object keeps the memory at them alive."""
 
-    def __init__(self, deep: int) -> None:
-        """`deep` is how many elements of an inner dimension are packed together."""
+    def __init__(self, deep: int, *, narrow: bool = False) -> None:
+        """`deep` is how many elements of an inner dimension are packed together. With `narrow`, weights of products in
+        float32 are kept as the bfloat16 that they are, as those of most checkpoints are: half as many bytes."""
         self._deep = deep
+        self._narrow = narrow
         self._held: list[Any] = []
         self._memory = WeightMemory()
 
@@ -122,12 +129,12 @@ class Packing:
     def packed(self, *weights: torch.Tensor | Blocks) -> int:
         """Stack weights `[..., out, in]`, pack them as products.h or tiles.h reads them, pad them with zeros, and
         return their address. If they are in blocks, pack them as quantized.h reads them; then all must be. If elements
-        are packed together, they are bfloat16, and packed as twelve.h reads them."""
+        are packed together, they are bfloat16, and packed as twelve.h reads them. Raises WideWeights."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
             return self._in_blocks(in_blocks[0].each if isinstance(in_blocks[0], OfExperts) else in_blocks)
         stacked = _stacked(weights)
         if self._deep == 1:
-            return self._floating(stacked)
+            return self._floating(narrowed(stacked) if self._narrow else stacked)
         self._held.append(Panels(stacked.detach(), self._deep, self._memory))
         return int(self._held[-1].address)
 
@@ -224,3 +231,11 @@ def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
     """Return the tensors among weights, stacked."""
     found = [each for each in weights if isinstance(each, torch.Tensor)]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight in bfloat16, if no number changes. Raises WideWeights."""
+    narrow = weight.detach().bfloat16()
+    if not all(torch.equal(a.float(), b) for a, b in zip(narrow.split(_CHECKED), weight.split(_CHECKED), strict=True)):
+        raise WideWeights
+    return narrow

@@ -26,7 +26,7 @@ struct PlainRows {
     static constexpr int NEAR = 4;
     static constexpr int TOGETHER = 1;  // an expert's rows begin at a multiple of this
     static constexpr int UNIT = LANES;  // one thread must put so many columns of a row, from a multiple on
-    static constexpr int KEPT = MANY == 1 ? 24 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
+    static constexpr int KEPT = MANY == 1 ? WHOLE ? 24 : 12 : WHOLE ? 4 : 3;  // for more rows, weights may be widened or unpacked once
     template <class T> using Weight = std::conditional_t<MANY == 1, T, WeightPanel>;
     template <class T> using HeadWeight = std::conditional_t<MANY == 1, T, HeadPanel>;
     X* p = nullptr;
@@ -174,7 +174,8 @@ void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w,
     if (to - from <= x.KEPT) return product<float, bf16, Take>(x, from, to, w, take);
     float *const left = thread_room(2 * x.panel()), *const right = left + x.panel();  // widened once for many rows
     for (int64_t i = 0; i < x.panel(); i += LANES) store(left + i, load(w.left + i)), store(right + i, load(w.right + i));
-    product<float, float, Take>(x, from, to, {left, right}, take);
+    const Panels<float> whole{left, right, (const float*)w.next_left, (const float*)w.next_right, w.each};
+    product<float, float, Take>(x, from, to, whole, take);
 }
 
 #if defined(HAS_PAIRS)
