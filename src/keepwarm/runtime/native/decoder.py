@@ -77,10 +77,8 @@ class LeanDecoder:
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._tables_of = [layer.attention.table if layer.attention else None for layer in parts.layers]
         self.states = tuple(each.state for each in parts.recurrent)  # numbers that each layer with a state keeps
-        try:
-            self._pack(parts, windows, narrow=self.dtype is torch.float32 and not self.in_blocks)
-        except WideWeights:
-            self._pack(parts, windows, narrow=False)
+        if self.dtype is not torch.float32 or self.in_blocks or not self._packs_narrow(parts, windows):
+            self._pack(parts, windows)
         self.scaling = parts.scaling
         self.is_routed = bool(parts.experts)
         self._tables = RotaryTables(parts.tables, parts.rotated, torch.device("cpu"), parts.factors)
@@ -107,8 +105,16 @@ class LeanDecoder:
         """Bytes of the weights as the kernels read them, by address."""
         return self._packing.storages
 
-    def _pack(self, parts: Description, windows: Sequence[int | None], *, narrow: bool) -> None:
-        """Pack the weights. Raises WideWeights with `narrow`."""
+    def _packs_narrow(self, parts: Description, windows: Sequence[int | None]) -> bool:
+        """Pack weights in float32 as bfloat16. Return False if they are wider."""
+        try:
+            self._pack(parts, windows, narrow=True)
+        except WideWeights:
+            del self._packing  # and with it the memory of what was packed
+            return False
+        return True
+
+    def _pack(self, parts: Description, windows: Sequence[int | None], *, narrow: bool = False) -> None:
         self._packing = Packing(self.deep, narrow=narrow)
         self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
         self._number(parts, windows)

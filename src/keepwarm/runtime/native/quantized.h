@@ -251,6 +251,7 @@ __attribute__((noinline)) void float_sums(const Rounded* x, int64_t blocks, cons
 template <int KIND, bool APART, int R, Reading HOW>
 INLINE void add_block(const Format<KIND, HOW>& f, const Rounded* x, Vec* sums) {
     constexpr Shape SHAPE = shape_of(KIND);
+    constexpr bool SPLIT = Format<KIND, HOW>::SPLIT;
     Sums first[R], second[R];
 #pragma GCC unroll 4
     for (int m = 0; m < R; m++) first[m] = sums_from(f.start(x[m], 0)), second[m] = sums_from(f.start(x[m], 1));
@@ -259,10 +260,10 @@ INLINE void add_block(const Format<KIND, HOW>& f, const Rounded* x, Vec* sums) {
 #pragma GCC unroll 4
     for (int m = 0; m < R; m++) {
         Vec value;
-        if constexpr (f.SPLIT) value = fused(floats(second[m]), f.other, floats(first[m]) * f.scale);
+        if constexpr (SPLIT) value = fused(floats(second[m]), f.other, floats(first[m]) * f.scale);
         else value = floats(APART ? both(first[m], second[m]) : first[m]) * f.scale;
         sums[m] = fma(value, splat(x[m].scale), sums[m]);
-        if constexpr (f.SPLIT && SHAPE.least) {
+        if constexpr (SPLIT && SHAPE.least) {
             const float by = x[m].scale / -32;  // exact
             sums[m] = fma(-f.least, splat(x[m].less_32[0] * by), sums[m]);
             sums[m] = fma(-f.other_least, splat(x[m].less_32[1] * by), sums[m]);
