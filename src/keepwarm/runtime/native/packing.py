@@ -237,8 +237,7 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight in float32 as bfloat16, if no bit is lost. Raises WideWeights."""
     narrow = weight.detach().bfloat16()
     for part, whole in zip(narrow.split(_CHECKED), weight.detach().split(_CHECKED), strict=True):
-        if not torch.equal(
-            part.float().view(torch.int32), whole.view(torch.int32)
-        ):  # floats: denormals could be flushed
+        # As floats, denormals could be taken for zeros (torch.set_flush_denormal).
+        if not torch.equal(part.float().view(torch.int32), whole.view(torch.int32)):
             raise WideWeights
     return narrow
