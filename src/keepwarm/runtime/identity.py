@@ -6,23 +6,27 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ModelIdentity, as_json, canonical_json, digest, json_digest
 from keepwarm.models.weight_files import file_stats, read_cache, weight_files, write_cache
 from keepwarm.runtime.dispatch import brought
+from keepwarm.runtime.native.narrow import narrow_tensors
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; digests cached under another name are not used
 _TOKENIZER = "keepwarm tokenizer text 1"  # how a tokenizer's text becomes a digest; see `_WEIGHTS`
 _AT_ONCE = 64  # tensors hashed together
 _PINNED = 16 << 20  # bytes
+_WIDENED = 1 << 18  # numbers
 _AS_CONFIGURED = 1e-5  # relative; results of one formula on different machines and devices differ by less
 # configuration keys that do not affect KV: bookkeeping, generation defaults, and what has its own identity field
 _CONFIG_NOISE = {
@@ -53,16 +57,18 @@ _CONFIG_NOISE = {
 }
 
 
-def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return a SHA-256 over names, dtypes, shapes and bytes, in any order. Tensors are hashed in parallel."""
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]], narrow: Container[str] = ()) -> str:
+    """Return a SHA-256 over names, dtypes, shapes and bytes, in any order. Tensors are hashed in parallel. The `narrow`
+    ones are in bfloat16, and hashed as the float32 that they stand for."""
 
     def one(item: tuple[str, torch.Tensor]) -> tuple[str, str]:
         name, tensor = item
-        plain = tensor.detach().contiguous().flatten().view(torch.uint8)
-        head = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
+        plain = tensor.detach().contiguous().flatten()
+        dtype = torch.float32 if name in narrow else tensor.dtype
+        head = f"{name}|{dtype}|{tuple(tensor.shape)}|".encode()
         hasher = hashlib.sha256(head)
-        for part in _parts_on_host(plain):
-            hasher.update(part.numpy().data)
+        for part in _widened(plain) if name in narrow else _parts_on_host(plain.view(torch.uint8)):
+            hasher.update(part.data)
         return name, hasher.hexdigest()
 
     found: list[tuple[str, str]] = []
@@ -73,16 +79,22 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return json_digest(_WEIGHTS, sorted(found))
 
 
-def _parts_on_host(plain: torch.Tensor) -> Iterator[torch.Tensor]:
+def _widened(plain: torch.Tensor) -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield the bits of a tensor in bfloat16 as float32. torch's own threads would be in the way of these here."""
+    for part in plain.view(torch.int16).split(_WIDENED):
+        yield part.numpy().view(np.uint16).astype(np.uint32) << 16
+
+
+def _parts_on_host(plain: torch.Tensor) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the bytes of a tensor in the host's memory; each part is there until the next one. From CUDA they come
     through pinned memory, which is faster."""
     if plain.device.type != "cuda":
-        yield plain.cpu()
+        yield plain.cpu().numpy()
         return
     with torch.cuda.device(plain.device):
         held = torch.empty(min(len(plain), _PINNED), dtype=torch.uint8, pin_memory=True)
         for part in plain.split(_PINNED):
-            yield held[: len(part)].copy_(part)
+            yield held[: len(part)].copy_(part).numpy()
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,7 +181,7 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
     if cache is not None and key is not None and (known := read_cache(cache).get(key)):
         return str(known)
-    value = tensors_digest(chain(model_tensors(model), brought(model)))
+    value = tensors_digest(chain(model_tensors(model), brought(model)), narrow_tensors(model))
     if cache is not None and key is not None:
         write_cache(cache, key, value)
     return value

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.codecs import codec
@@ -19,10 +18,7 @@ from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.core.lora import Lora
 from keepwarm.core.memory import give_back
 from keepwarm.core.uncached import Why
-from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
-from keepwarm.models.hub_gguf import fetched_gguf, gguf_beside, names_hub_gguf
-from keepwarm.models.places import downloaded_before, gguf_file, model_folder, snapshot_here
-from keepwarm.models.weight_files import missing_weights
+from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime import attention
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
@@ -30,20 +26,17 @@ from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arena.state_bytes import KernelState, state_bytes
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
-from keepwarm.runtime.checkpoint import base_of, tokenizer_on, weights_on, without_hints
+from keepwarm.runtime.checkpoint import without_hints
 from keepwarm.runtime.decoders import again, is_for_kernels, lean_decoder, on_triton, seen_on_triton
-from keepwarm.runtime.demo_model import NAME as DEMO
-from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.filling import forget_files
-from keepwarm.runtime.gguf.loading import check_gguf, load_gguf
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
-from keepwarm.runtime.int4.folder import kept_int4
+from keepwarm.runtime.native.narrow import narrow_tensors
 from keepwarm.runtime.native.proof import variance
-from keepwarm.runtime.place import device_of, dtype_of
-from keepwarm.runtime.probe import Kept, checked, first_line, probe
+from keepwarm.runtime.probe import Kept, checked, probe
 from keepwarm.runtime.recommended import recommended
 from keepwarm.runtime.runner import Runner
+from keepwarm.runtime.sources import from_source
 from keepwarm.runtime.watch import WeightWatch
 
 log = logging.getLogger(__name__)
@@ -186,9 +179,13 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
             if config.device is not None or config.dtype is not None:
                 raise ConfigError("device and dtype are those of the model that was passed; leave them out")
         else:
-            model, tokenizer, folder = _from_pretrained(source, config, progress)
+            model, tokenizer, folder = from_source(source, config, progress, narrow=config.attention == "auto")
         with without_hints():
-            return _prepared(model, tokenizer, folder, config)
+            loaded = _prepared(model, tokenizer, folder, config)
+            if isinstance(source, tuple) or loaded.runner.lean is not None or not narrow_tensors(model):
+                return loaded
+            del loaded, model  # modules that widen their weights at each step are slow
+            return _prepared(*from_source(source, config, progress, narrow=False), config)
     finally:
         _ONE_AT_A_TIME.release()
 
@@ -224,74 +221,6 @@ def _prepared(model: PreTrainedModel, tokenizer: Any, folder: Path | None, confi
         adapters=Adapters(runner, kept.geometry, kept.form),
         alone=Alone.of(model) if kept.alone else None,
     )
-
-
-def _from_pretrained(
-    source: str | Path, config: EngineConfig, progress: Callable[[str], None]
-) -> tuple[PreTrainedModel, Any, Path | None]:
-    if str(source) == DEMO:
-        source = demo_model(progress)
-    file = gguf_file(source)
-    if file is not None or names_hub_gguf(source):
-        device = torch.device("cpu") if config.device is None else device_of(config.device)
-        dtype = dtype_of(config.dtype, device)
-        check_gguf(device, dtype)
-        file = file or fetched_gguf(source)
-        return *load_gguf(file, device, dtype), file
-    found = model_folder(source) or downloaded_before(str(source))
-    folder, is_folder = found or Path(source), found is not None
-    where = str(folder) if is_folder else str(source)
-    remote = config.trust_remote_code
-    adapter = is_folder and (folder / "adapter_config.json").exists()
-    device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
-    unmapped = ""
-    try:
-        if is_folder and not adapter:
-            _check_files(folder)
-            kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
-            if kept is not None:
-                return kept, tokenizer_on(where, trust_remote_code=remote), folder
-        settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
-        if settings is not None and getattr(settings, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
-        base = base_of(folder) if adapter else where
-        model = weights_on(device, base, dtype, settings, trust_remote_code=remote)
-        if adapter:
-            model.load_adapter(where)
-            model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
-        tokenizer = tokenizer_on(_tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote)
-    except OSError as error:
-        said = first_line(error).rstrip(".") + ("" if is_folder else gguf_beside(where))
-        raise ModelNotFound(
-            f"cannot load {where!r}: {said}. Expected a folder with config.json, tokenizer and weights, "
-            "a hub id (set HF_TOKEN for a private one), or 'demo'"
-        ) from error
-    except (ValueError, KeyError, ImportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not unmapped:
-            raise
-        if "Unrecognized configuration class" in str(error):
-            raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
-        beside = "" if is_folder else gguf_beside(where)
-        raise UnsupportedModel(f"{where} does not load: {first_line(error)}{unmapped}{beside}") from error
-    return model, tokenizer, folder if is_folder else _snapshot(model)
-
-
-def _check_files(folder: Path) -> None:
-    """Raise UnsupportedModel if files are missing that an index of weights names."""
-    if any(folder.glob("*.index.json")) and (lacking := missing_weights(folder)):
-        raise UnsupportedModel(f"{folder}: {lacking}. Fetch it again")
-
-
-def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:
-    """Return the base model's folder for an adapter folder without a tokenizer; otherwise None."""
-    if adapter and not (folder / "tokenizer_config.json").exists():
-        return str(model.config._name_or_path)
-    return None
-
-
-def _snapshot(model: PreTrainedModel) -> Path | None:
-    return snapshot_here(model.config._name_or_path, getattr(model.config, "_commit_hash", None))
 
 
 def _refuse_what_is_no_decoder(model: Any) -> None:

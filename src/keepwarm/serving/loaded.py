@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,12 +117,14 @@ def machine_memory(device: str) -> int:
 
 
 def _bytes_of(engine: Engine) -> int:
-    """Bytes of a model's weights, with the copies that kernels read and those of adapters. Blocks of a file that were
-    copied are not counted: their pages were given back (`runtime.loader`)."""
+    """Bytes of a model's weights, with the copies that kernels read and those of adapters. What a file holds and was
+    copied is not counted: its pages were given back (`runtime.loader`)."""
+    from keepwarm.runtime.native.narrow import narrow_tensors
+
     model, lean = engine.pipeline.model.model, engine.pipeline.model.runner.lean
     found = {} if lean is None else lean.storages
-    skipped = {"uint8"} if lean is not None and lean.in_blocks else set()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if str(tensor.dtype).removeprefix("torch.") not in skipped:
+    blocks, narrow = lean is not None and lean.in_blocks, narrow_tensors(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not (blocks and str(tensor.dtype) == "torch.uint8") and name not in narrow:
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values()) + engine.adapters.nbytes

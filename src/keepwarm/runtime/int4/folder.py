@@ -20,20 +20,18 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.checkpoint import is_of_text, language_model, name_alone
+from keepwarm.runtime.checkpoint import language_model
 from keepwarm.runtime.filling import Experts, empty, fill, keep_maps, shapes_of
 from keepwarm.runtime.int4.formats import Format, format_of
-from keepwarm.runtime.int4.tensors import Tensors
 from keepwarm.runtime.native.block_experts import Several, Stack
 from keepwarm.runtime.native.blocks import COLUMNS, FLOATS, Blocks, can_compute
 from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import COVERED, described
 from keepwarm.runtime.native.grouped import Grouped, NotMapped
+from keepwarm.runtime.tensor_files import COMPUTED, Tensors, has_own_head, named_as_in_model
 
 log = logging.getLogger(__name__)
 
-_COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
-_RENAMED = ".block_sparse_moe.", ".mlp."  # as transformers 5 does with Mixtral's
 _EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]*)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _Products = dict[str, dict[int, Grouped]]  # of a layer's experts: by part and number
@@ -80,8 +78,8 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     config = config if text is None else text
     del config.quantization_config
     tensors = Tensors.of(folder)
-    named = _named(folder, tensors.found, is_part=text is not None)
-    config.tie_word_embeddings = config.tie_word_embeddings and not _has_own_head(named)
+    named = named_as_in_model(folder, tensors.found, is_part=text is not None)
+    config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(named)
     model = empty(config, dtype)
     if type(model).__name__ not in COVERED:
         raise NotMapped(f"the kernels do not have {type(model).__name__}")
@@ -97,30 +95,6 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     return model
 
 
-def _named(folder: Path, found: Mapping[str, torch.Tensor], *, is_part: bool) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return a folder's names and tensors by their names in the model. If this `is_part` of what the folder holds, the
-    other parts' tensors are left out."""
-    named: dict[str, tuple[str, torch.Tensor]] = {}
-    for theirs, tensor in found.items():
-        name = (name_alone(theirs) if is_part else theirs).replace(*_RENAMED)
-        if is_part and not is_of_text(name):
-            continue
-        if name in named:
-            raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
-        named[name] = theirs, tensor
-    return named
-
-
-def _has_own_head(named: Mapping[str, tuple[str, torch.Tensor]]) -> bool:
-    """Whether a folder has a head that is not the table of embeddings, whatever its configuration says."""
-    head, table = (
-        named[name][1] if name in named else None for name in ("lm_head.weight", "model.embed_tokens.weight")
-    )
-    if head is None or table is None:
-        return any(name.startswith("lm_head.") for name in named)
-    return head.dtype != table.dtype or not torch.equal(head, table)
-
-
 def _tensors(
     folder: Path, model: PreTrainedModel, form: Format, found: Mapping[str, tuple[str, torch.Tensor]]
 ) -> Iterator[Any]:
@@ -132,7 +106,7 @@ def _tensors(
         if module := form.module_of(name):
             told[module] = theirs.rpartition(".")[0]
             parts[module][name.rpartition(".")[2]] = tensor
-        elif not name.endswith(_COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+        elif not name.endswith(COMPUTED) and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             yield from _plain(name, tensor, modules, theirs)
     experts: dict[str, _Products] = defaultdict(lambda: defaultdict(dict))
     theirs_of: dict[str, str] = {}  # what the folder calls experts

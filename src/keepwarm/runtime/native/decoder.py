@@ -115,7 +115,7 @@ class LeanDecoder:
         return True
 
     def _pack(self, parts: Description, windows: Sequence[int | None], *, narrow: bool = False) -> None:
-        self._packing = Packing(self.deep, narrow=narrow)
+        self._packing = Packing(self.dtype, self.deep, narrow=narrow)
         self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
         self._number(parts, windows)
         self._model = self._record(parts)
@@ -148,6 +148,7 @@ class LeanDecoder:
             inner=max((mlp.down.weight.shape[-1] for mlp in parts.mlps), default=0),
             vocab=parts.head.shape[0],
             is_bf16=self.dtype is torch.bfloat16,
+            narrow_tables=isinstance(parts.embedding, torch.Tensor) and parts.embedding.dtype is not self.dtype,
             experts=max((len(experts.router.weight) for experts in parts.experts), default=0),
             chosen=max((experts.chosen for experts in parts.experts), default=0),
             expert=max((experts.all.down.weight.shape[-1] for experts in parts.experts), default=0),

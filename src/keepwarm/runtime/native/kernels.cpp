@@ -81,12 +81,16 @@ using Widened = Vectors<float, float, bf16>;  // the numbers are the same: each 
 
 // Writes a token's row of a table, [width], times a factor.
 template <class T>
-inline void look_up(const void* table, int token, int width, float factor, float* to) {
+inline void look_up(const Model& m, const void* table, int token, int width, float factor, float* to) {
 #if defined(QUANTIZED)
     look_up((const QuantPanel*)table, token, width, factor, to);
 #else
-    const T* from = (const T*)table + (int64_t)token * width;
-    for (int i = 0; i < width; i += LANES) store(to + i, load(from + i) * splat(factor));
+    const auto write = [&](const auto* all) {
+        const auto* const from = all + (int64_t)token * width;
+        for (int i = 0; i < width; i += LANES) store(to + i, load(from + i) * splat(factor));
+    };
+    if (m.narrow_tables) write((const bf16*)table);
+    else write((const T*)table);
 #endif
 }
 
@@ -135,7 +139,7 @@ void per_layer_inputs(const Model& m, const Step& s, const Scratch<Rows>& b, int
     linear<W>(b.h, s.rows, m.per_layer_projection, all, b.inputs, id, of, nullptr, m.projected);
     barrier.wait(of);
     rows_of(s.rows, id, of, [&](int row) {
-        look_up<T>(m.per_layer_table, s.tokens[row], all, m.looked_up, looked);
+        look_up<T>(m, m.per_layer_table, s.tokens[row], all, m.looked_up, looked);
         for (int layer = 0; layer < m.layers; layer++) {
             float *const at = b.inputs + (int64_t)row * all + layer * width, *const own = looked + layer * width;
             normed(m, at, m.per_layer_norm, width, [&](int i, Vec v) { store(at + i, (v + load(own + i)) * splat(m.summed)); });
@@ -233,7 +237,7 @@ int forward(const Model& m, Step& s) {
             settle(rows, w.per_layer.after, w.factor);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
-            look_up<T>(m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
+            look_up<T>(m, m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
         }
         // Experts' rows need no clearing: their widths fill whole tiles.
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);

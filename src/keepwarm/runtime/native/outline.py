@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.description import Description
+from keepwarm.runtime.native.narrow import narrow_tensors
 
 _COMPUTED = ("tables", "factors")  # functions, whose values are hashed elsewhere
 
@@ -24,6 +25,7 @@ class Outline:
         found = sorted((tensor.data_ptr(), name, tensor) for name, tensor in tensors if tensor.numel())
         self._starts = [start for start, _, _ in found]
         self._found = [(name, tensor) for _, name, tensor in found]
+        self._widens = bool(narrow_tensors(model))
 
     def of(self, parts: Description) -> Any:
         """Return values for JSON. They differ for two descriptions that compute different results from the same
@@ -41,11 +43,15 @@ class Outline:
         return [self._of(each) for each in value] if isinstance(value, tuple) else value
 
     def _place(self, tensor: torch.Tensor) -> list[Any]:
-        """Return which part of which parameter or buffer a tensor is. For a copy, such as a norm, return its digest."""
+        """Return which part of which parameter or buffer a tensor is, counted in numbers, not bytes. For a copy, such
+        as a norm, return its digest."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         name, whole = self._found[max(at, 0)]
         offset = tensor.data_ptr() - whole.data_ptr()
         if at < 0 or offset >= whole.numel() * whole.element_size():
-            held = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
+            numbers = (
+                tensor.float() if self._widens and tensor.dtype is torch.bfloat16 else tensor
+            )  # as of a model whose weights were widened
+            held = numbers.detach().contiguous().view(torch.uint8).cpu().numpy()
             return [hashlib.sha256(held.tobytes()).hexdigest(), list(tensor.shape)]
-        return [name, offset, list(tensor.shape), list(tensor.stride())]
+        return [name, offset // tensor.element_size(), list(tensor.shape), list(tensor.stride())]

@@ -56,9 +56,11 @@ class WideWeights(Exception):
 class Packing:
     """Packs one model's weights. The records hold addresses only; this object keeps the memory at them alive."""
 
-    def __init__(self, deep: int, *, narrow: bool = False) -> None:
-        """`deep` is how many elements of an inner dimension are packed together. With `narrow`, weights of products in
-        float32 are kept as the bfloat16 that they are, as those of most checkpoints are: half as many bytes."""
+    def __init__(self, dtype: torch.dtype, deep: int, *, narrow: bool = False) -> None:
+        """`dtype` is the model's, and `deep` is how many elements of an inner dimension are packed together. With
+        `narrow`, weights of products in float32 are kept as the bfloat16 that they are, as those of most checkpoints
+        are: half as many bytes."""
+        self._dtype = dtype
         self._deep = deep
         self._narrow = narrow
         self._held: list[Any] = []
@@ -134,7 +136,7 @@ class Packing:
             return self._in_blocks(in_blocks[0].each if isinstance(in_blocks[0], OfExperts) else in_blocks)
         stacked = _stacked(weights)
         if self._deep == 1:
-            return self._floating(narrowed(stacked) if self._narrow else stacked)
+            return self._floating(narrowed(stacked) if self._narrow else stacked.to(self._dtype))
         self._held.append(Panels(stacked.detach(), self._deep, self._memory))
         return int(self._held[-1].address)
 
@@ -197,7 +199,9 @@ class Packing:
         sigmoid = parts.sigmoid or Sigmoid(None, None, 1.0)
         router = _stacked([parts.router.weight, parts.gate])
         record = ExpertsRecord(
-            router=self._floating(router.float() if isinstance(parts.all.up.weight, Blocks) else router),
+            router=self._floating(
+                router.float() if isinstance(parts.all.up.weight, Blocks) else router.to(self._dtype)
+            ),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
             count=len(parts.router.weight),
@@ -216,7 +220,9 @@ class Packing:
 
     def _floating(self, weight: torch.Tensor) -> int:
         """Copy a weight as the kernels for floats read it, and return its address."""
-        padded = nn.functional.pad(weight.detach(), (0, 0, 0, -weight.shape[-2] % LANES))
+        padded = weight.detach()
+        if lacking := -weight.shape[-2] % LANES:  # padding copies all of it
+            padded = nn.functional.pad(padded, (0, 0, 0, lacking))
         return self._memory.add(padded.unflatten(-2, (-1, LANES)).transpose(-2, -1))
 
     def _in_blocks(self, weights: Sequence[Blocks]) -> int:
@@ -234,7 +240,9 @@ def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight in float32 as bfloat16, if no bit is lost. Raises WideWeights."""
+    """Return a weight in float32 as bfloat16, if no bit is lost. It may be so already. Raises WideWeights."""
+    if weight.dtype is torch.bfloat16:
+        return weight.detach()
     narrow = weight.detach().bfloat16()
     for part, whole in zip(narrow.split(_CHECKED), weight.detach().split(_CHECKED), strict=True):
         # As floats, denormals could be taken for zeros (torch.set_flush_denormal).

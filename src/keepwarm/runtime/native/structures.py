@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-_NUMBERS = ("layers", "hidden", "heads", "inner", "vocab", "is_bf16", "widens", "experts", "chosen", "expert")
+_NUMBERS = (
+    *("layers", "hidden", "heads", "inner", "vocab", "is_bf16", "widens", "narrow_tables"),
+    *("experts", "chosen", "expert"),
+)
 _FACTS = ("per_layer", "interleaved", "centred", "wide", "parallel", "activation")
 _FACTORS = (
     *("epsilon", "scale", "alpha", "limit", "embedded", "residual", "logit"),

@@ -34,6 +34,7 @@ from keepwarm.runtime.native.families import (
     windows,
 )
 from keepwarm.runtime.native.families.checks import check
+from keepwarm.runtime.native.narrow import NarrowEmbedding, NarrowLinear, TiedHead
 
 _FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows.Windows]]] = {
     "ArceeForCausalLM": (llama.describe, windows.none),
@@ -89,6 +90,10 @@ _FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows
 }
 COVERED = tuple(sorted(_FAMILIES))  # classes of transformers
 _UNUSUAL = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_OURS = (
+    *(BlockLinear, BlockLinears, BlockEmbedding, BlockExperts, BlockStack, LinearStack),
+    *(NarrowLinear, NarrowEmbedding, TiedHead),
+)
 _OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
@@ -126,7 +131,7 @@ def described(model: Any, *, anywhere: bool = False) -> Description:
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module is of torch or of the model's own code. An adapter's wrapper has a `weight`, too, which
     does not tell what it computes."""
-    if isinstance(module, BlockLinear | BlockLinears | BlockEmbedding | BlockExperts | BlockStack | LinearStack):
+    if isinstance(module, _OURS):
         return True
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear

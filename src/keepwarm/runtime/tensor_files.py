@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.checkpoint import is_of_text, name_alone
 
+COMPUTED = ".rotary_emb.inv_freq"  # older folders hold what the model computes itself
+_RENAMED = ".block_sparse_moe.", ".mlp."  # as transformers 5 does with Mixtral's
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,6 +59,32 @@ class Tensors:
             maps.append(opened)
             found |= tensors
         return cls(found, tuple(maps))
+
+
+def named_as_in_model(
+    folder: Path, found: Mapping[str, torch.Tensor], *, is_part: bool
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """Return a folder's names and tensors by their names in the model. If this `is_part` of what the folder holds, the
+    other parts' tensors are left out. Raises UnsupportedModel for a name that is there twice."""
+    named: dict[str, tuple[str, torch.Tensor]] = {}
+    for theirs, tensor in found.items():
+        name = (name_alone(theirs) if is_part else theirs).replace(*_RENAMED)
+        if is_part and not is_of_text(name):
+            continue
+        if name in named:
+            raise UnsupportedModel(f"{folder} has {theirs} twice, the other one as {name}. Fetch the folder again")
+        named[name] = theirs, tensor
+    return named
+
+
+def has_own_head(named: Mapping[str, tuple[str, torch.Tensor]]) -> bool:
+    """Whether a folder has a head that is not the table of embeddings, whatever its configuration says."""
+    head, table = (
+        named[name][1] if name in named else None for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    if head is None or table is None:
+        return any(name.startswith("lm_head.") for name in named)
+    return head.dtype != table.dtype or not torch.equal(head, table)
 
 
 def _files(folder: Path) -> list[Path]:
