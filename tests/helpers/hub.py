@@ -48,12 +48,16 @@ def hub(repository: str, folder: Path, home: Path) -> Iterator[Hub]:
                 self._send(
                     b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask its owner"}, status=403, body=body
                 )
-            elif path == f"/api/models/{repository}":
+            elif path == f"/api/models/{repository}" or path.startswith(f"/api/models/{repository}/revision/"):
                 files = [
                     {"rfilename": each.relative_to(folder).as_posix()} for each in folder.rglob("*") if each.is_file()
                 ]
                 told = {"id": repository, "sha": it.commit, "siblings": files}
                 self._send(json.dumps(told).encode(), {"Content-Type": "application/json"}, body=body)
+            elif path.startswith(f"/api/models/{repository}/tree/"):
+                names = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file()]
+                tree = [{"type": "file", "path": each.as_posix(), "size": 0, "oid": "0" * 40} for each in names]
+                self._send(json.dumps(tree).encode(), {"Content-Type": "application/json"}, body=body)
             elif path.startswith(f"/{repository}/resolve/") and found.is_file():
                 it.sent.extend([found.name] if body else [])
                 data = found.read_bytes()

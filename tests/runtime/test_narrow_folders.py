@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import adapter
+from tests.helpers.hub import hub
 from tests.helpers.lean import compiled
 from tests.helpers.lean_families import LEAN, lean_family
 from tests.helpers.models import tiny
@@ -18,16 +23,27 @@ from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import token_ids
 from keepwarm.runtime import loader, sources
+from keepwarm.runtime.adapters.beside import beside
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import LoadedModel, load
 from keepwarm.runtime.narrow_folder import kept_narrow
-from keepwarm.runtime.native.narrow import NarrowEmbedding, NarrowLinear, TiedHead, narrow_tensors
+from keepwarm.runtime.native.narrow import NarrowEmbedding, NarrowLinear, TiedHead, narrow_tensors, widened
 
 CPU = torch.device("cpu")
 QUICK = ("biased", "gemma3", "gemma4", "granite4-moe", "lfm2", "phi3", "qwen3-moe")
-WIDE = {  # transformers joins their experts, or gives tensors other names
-    *("flex-olmo", "glm4-moe", "granite-moe", "granite-moe-shared", "granite-moe-swa", "granite4-moe", "lfm2-moe"),
+WIDE = {  # they have experts, or transformers gives tensors other names
+    *(
+        "flex-olmo",
+        "gemma4-moe",
+        "glm4-moe",
+        "gpt-oss",
+        "granite-moe",
+        "granite-moe-shared",
+        "granite-moe-swa",
+        "granite4-moe",
+        "lfm2-moe",
+    ),
     *("lfm3", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5-moe"),
 }
 
@@ -101,7 +117,7 @@ def test_neither_modules_nor_kernels_have_wide_weights(write: Write) -> None:
     held = sum(found.runner.lean.storages.values())
     count = sum(each.numel() for each in (*found.model.parameters(), *found.model.buffers()))
     assert parameters < 0.01 * held
-    assert held < 2.1 * 2 * count  # head and table are two, in 16 bits each
+    assert held < 1.1 * 2 * count  # 16 bits each, and the head is the table of embeddings, too
 
 
 def test_an_engine_answers_alike_and_finds_what_the_other_stored(
@@ -191,3 +207,101 @@ def test_without_the_kernels_it_is_widened(write: Write, monkeypatch: pytest.Mon
     model = loaded(write(tiny("llama")))
     assert model.runner.lean is None
     assert not narrow_tensors(model.model)
+
+
+def test_what_is_in_the_files_later_changes_nothing(write: Write) -> None:
+    """They may be written anew, or be cut short."""
+    model = loaded(write(tiny("llama", tie_word_embeddings=False)))
+    before, named = logits(model), model.namespace()
+    file = Path(model.model.config._name_or_path) / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.seek(size // 2)
+        opened.write(bytes(size // 2))
+    assert torch.equal(logits(model), before)
+    os.truncate(file, 100)
+    assert torch.equal(logits(model), before)
+    assert model.namespace() is named
+
+
+def test_which_file_is_read(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with all weights counts for more than an index, as in transformers."""
+    folder = write(tiny("llama", seed=1))
+    tiny("llama", seed=2).to(torch.bfloat16).save_pretrained(folder.parent / "other", max_shard_size="1MB")
+    for file in (folder.parent / "other").glob("model*"):
+        file.rename(folder / file.name)
+    assert (folder / "model.safetensors.index.json").exists()
+    assert (folder / "model.safetensors").exists()
+    narrow = loaded(folder)
+    assert narrow_tensors(narrow.model)
+    assert torch.equal(logits(narrow), logits(wide(folder, monkeypatch)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"auto_map": {"AutoModelForCausalLM": "own.Own"}}, {"transformers_weights": "other.safetensors"}],
+    ids=["code", "place"],
+)
+def test_what_a_configuration_says_of_other_code_or_weights(more: dict[str, Any], write: Write) -> None:
+    folder = write(tiny("llama"))
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | more))
+    assert kept_narrow(folder, CPU, torch.float32) is None
+
+
+def test_recommended_sampling_is_that_of_transformers(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tiny("llama"))
+    (folder / "generation_config.json").unlink()
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | {"temperature": 0.6, "top_p": 0.9, "do_sample": True}))
+    narrow, usual = loaded(folder), wide(folder, monkeypatch)
+    assert narrow.recommended_sampling == usual.recommended_sampling
+    assert narrow.stop_tokens == usual.stop_tokens
+
+
+def test_a_file_with_more_than_its_tensors_is_refused(write: Write) -> None:
+    folder = write(tiny("llama"))
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(bytes(10))
+    assert kept_narrow(folder, CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_other_classes_are_left_to_transformers(kind: str, write: Write) -> None:
+    folder = write(tiny("gpt2") if kind == "gpt2" else tiny("llama"))
+    if kind == "t5":
+        (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert kept_narrow(folder, CPU, torch.float32) is None
+
+
+def test_widened_is_timed_as_transformers_runs_it(write: Write) -> None:
+    model = loaded(write(tiny("qwen2"))).model
+    ids = torch.tensor([[3, 4, 5, 6]])
+    copied = beside(model, {})
+    widened(copied)
+    assert not any(isinstance(each, NarrowLinear | TiedHead) for each in copied.modules())
+    assert any(isinstance(each, NarrowLinear) for each in model.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(copied(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_from_a_hub(shards: int, write: Write, tmp_path: Path) -> None:
+    folder = write(tiny("llama"))
+    if shards > 1:
+        (folder / "model.safetensors").unlink()
+        tiny("llama").to(torch.bfloat16).save_pretrained(folder, max_shard_size="2MB")
+    script = (
+        "from keepwarm import Engine\n"
+        "from keepwarm.runtime.native.narrow import narrow_tensors\n"
+        "with Engine.from_pretrained('somebody/something', dtype='float32', device='cpu') as engine:\n"
+        "    model = engine.pipeline.model\n"
+        "    print(bool(narrow_tensors(model.model)), model.model.config._name_or_path)\n"
+        "    print(engine.generate('once upon', max_new_tokens=2).text is not None)\n"
+    )
+    with hub("somebody/something", folder, tmp_path / "home") as there:
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=there.environment, capture_output=True, text=True, timeout=300
+        )
+    assert ran.stdout.split() == ["True", "somebody/something", "True"], ran.stderr
+    assert len([file for file in there.sent if file.endswith(".safetensors")]) == len([*folder.glob("*.safetensors")])

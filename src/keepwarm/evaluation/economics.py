@@ -30,6 +30,8 @@ from keepwarm.core.results import Generation
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
 from keepwarm.evaluation.canvas import canvas
+from keepwarm.runtime.adapters.beside import beside
+from keepwarm.runtime.native.narrow import widened
 from keepwarm.toolsets import ToolSet
 
 REQUESTS = 1000  # number of requests for which the total saving is reported
@@ -244,7 +246,8 @@ def _floor_ms(engine: Engine, found: ToolSet, question: str) -> float:
 
 
 def _oneshot_ms(engine: Engine, found: ToolSet, question: str) -> float:
-    model, name = engine.pipeline.model.model, engine.pipeline.model.runner.cache_name
+    model, name = beside(engine.pipeline.model.model, {}), engine.pipeline.model.runner.cache_name
+    widened(model)
     tokens = _compiled(engine, found, question).tokens
     ids = torch.from_numpy(tokens.astype("int64"))[None].to(engine.pipeline.model.runner.device)
     with torch.inference_mode():

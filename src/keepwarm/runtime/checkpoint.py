@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.hub import cached_file
 
 from keepwarm.errors import UnsupportedModel
@@ -144,6 +151,15 @@ def loaded_class(folder: Path) -> tuple[str, bool]:
     text = language_model(config)
     mapping: Any = AutoModelForCausalLM._model_mapping
     return str(mapping[type(config if text is None else text)].__name__), text is not None
+
+
+def generation_on(folder: Path) -> GenerationConfig:
+    """Return a folder's settings for generation; where it has no file of them, those in its configuration, as
+    transformers does."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
 def name_alone(name: str) -> str:

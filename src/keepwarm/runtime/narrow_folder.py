@@ -6,6 +6,7 @@ loads, which takes twice the checkpoint's memory; the kernels, which pack what t
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.checkpoint import language_model
+from keepwarm.runtime.checkpoint import generation_on, language_model, loaded_class
 from keepwarm.runtime.filling import empty, keep_maps
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.description import NotCovered
@@ -28,40 +30,62 @@ from keepwarm.runtime.tensor_files import COMPUTED, Tensors, has_own_head, named
 log = logging.getLogger(__name__)
 
 
+_REFUSED = ("auto_map", "quantization_config", "transformers_weights")  # code, other weights, and their place
+_UNUSUAL = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+
+
 class _Other(Exception):
     """Why transformers loads a folder."""
 
 
-def kept_narrow(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Return the model of a folder, in float32 on the processor, over its weights in bfloat16. Return None if other
-    dtypes, files or devices are asked for or found, or if the kernels do not run such a model. Then transformers loads
-    it, and says what is wrong with it."""
-    if device.type != "cpu" or dtype is not torch.float32 or kernels() is None:
+def kept_narrow(where: Path | str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Path] | None:
+    """Return the model of a folder, or of a hub's id, in float32 on the processor over its weights in bfloat16, and the
+    folder. Return None if other dtypes, files or devices are asked for or found, or if the kernels do not run such a
+    model. Then transformers loads it, and says what is wrong with it."""
+    if device.type != "cpu" or dtype is not torch.float32:
         return None
     try:
-        return _model(folder)
-    except (_Other, NotCovered, UnsupportedModel, OSError, ValueError, KeyError) as reason:
-        log.info("%s is loaded by transformers, with its weights widened: %s", folder, reason)
+        folder = where if isinstance(where, Path) else _fetched(where)
+        model = _model(folder)
+    except (_Other, NotCovered, UnsupportedModel, *_UNUSUAL) as reason:
+        log.info("%s is loaded by transformers, with its weights widened: %s", where, reason)
         return None
+    model.config._name_or_path = str(where)
+    return model, folder
+
+
+def _fetched(name: str) -> Path:
+    """Fetch the files of a hub's model that are read here. transformers would fetch them, too."""
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    for beside in ("config.json", "generation_config.json"):
+        cached_file(name, beside, **quiet)
+    found = cached_file(name, "model.safetensors", **quiet)
+    if found is None:
+        found = cached_file(name, "model.safetensors.index.json", **quiet)
+        if found is None:
+            raise _Other("it has no safetensors files of the usual names")
+        get_checkpoint_shard_files(name, found)
+    return Path(found).parent
 
 
 def _model(folder: Path) -> PreTrainedModel:
+    told = json.loads((folder / "config.json").read_bytes())
+    if refused := [name for name in _REFUSED if told.get(name) is not None]:
+        raise _Other(f"its config.json has {refused[0]}")
+    kind, is_part = loaded_class(folder)
+    if kind not in COVERED:
+        raise _Other(f"the kernels do not have {kind}")
+    if kernels() is None:
+        raise _Other("there are no kernels")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if not type(config).__module__.startswith("transformers.models."):
-        raise _Other("it has code of its own")
-    text = language_model(config)
-    config = config if text is None else text
-    if getattr(config, "quantization_config", None) is not None:
-        raise _Other("it is quantized")
+    config = (language_model(config) if is_part else None) or config
     tensors = Tensors.of(folder)
-    named = named_as_in_model(folder, tensors.found, is_part=text is not None)
+    named = named_as_in_model(folder, tensors.found, is_part=is_part)
     tied = bool(config.tie_word_embeddings) and not has_own_head(named)
     config.tie_word_embeddings = tied
     model = empty(config, torch.float32)
-    if type(model).__name__ not in COVERED:
-        raise _Other(f"the kernels do not have {type(model).__name__}")
     if any(hasattr(each, "operations") for each in get_model_conversion_mapping(model)):
-        raise _Other("it has experts one by one")  # or else that transformers joins, splits or turns
+        raise _Other("it has tensors that transformers joins, splits or turns")
     _fill(model, {name: tensor for name, (_, tensor) in named.items() if not (tied and name == "lm_head.weight")})
     if tied:
         table = model.get_input_embeddings()
@@ -70,10 +94,10 @@ def _model(folder: Path) -> PreTrainedModel:
         model.set_output_embeddings(TiedHead(table))
     if missing := [name for name, each in model.named_parameters() if each.device.type == "meta"]:
         raise _Other(f"it lacks {missing[0]}")
-    described(model)
+    if described(model).experts:
+        raise _Other("it has experts")
     keep_maps(model, tensors.maps)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = generation_on(folder)
     return model
 
 

@@ -41,8 +41,8 @@ def from_source(
         check_gguf(device, dtype)
         file = file or fetched_gguf(source)
         return *load_gguf(file, device, dtype), file
-    found = model_folder(source) or downloaded_before(str(source))
-    folder, is_folder = found or Path(source), found is not None
+    here = model_folder(source) or downloaded_before(str(source))
+    folder, is_folder = here or Path(source), here is not None
     where = str(folder) if is_folder else str(source)
     remote = config.trust_remote_code
     adapter = is_folder and (folder / "adapter_config.json").exists()
@@ -55,11 +55,11 @@ def from_source(
             kept, unmapped = kept_int4(folder, device, dtype, trust=remote)
             if kept is not None:
                 return kept, tokenizer_on(where, trust_remote_code=remote), folder
-            if narrow and (kept := kept_narrow(folder, device, dtype)) is not None:
-                return kept, tokenizer_on(where, trust_remote_code=remote), folder
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
+        if narrow and not adapter and (found := kept_narrow(folder if is_folder else where, device, dtype)) is not None:
+            return found[0], tokenizer_on(where, trust_remote_code=remote), found[1]
         base = base_of(folder) if adapter else where
         model = weights_on(device, base, dtype, settings, trust_remote_code=remote)
         if adapter:

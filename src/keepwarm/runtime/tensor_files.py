@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.checkpoint import is_of_text, name_alone
@@ -34,7 +35,7 @@ _DTYPES = {
 }
 _SIZE = 8  # bytes of the header's length
 _MOST_HEADER = 100 << 20  # as the format says
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError)
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def has_own_head(named: Mapping[str, tuple[str, torch.Tensor]]) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():  # as transformers chooses
+        return [whole]
     try:
         return sorted({folder / str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (OSError, *_DAMAGE) as error:
@@ -106,6 +107,8 @@ def _open(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
         raise ValueError("it ends early, or is of another format")
     header: dict[str, Any] = json.loads(opened[_SIZE:start])
     header.pop("__metadata__", None)
+    with safe_open(path, "pt"):  # it checks that the tensors fill the file
+        pass
     return opened, {name: _tensor(opened, start, name, told) for name, told in header.items()}
 
 

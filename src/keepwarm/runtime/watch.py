@@ -23,6 +23,7 @@ from keepwarm.runtime.capture import CudaCapture
 from keepwarm.runtime.dispatch import bringer, is_brought, kept_in_memory
 from keepwarm.runtime.identity import computed_buffers, lora_state, model_tensors, replaced_buffers
 from keepwarm.runtime.native.build import WATCH, compiled
+from keepwarm.runtime.native.narrow import narrow_tensors
 
 _SPOT = _LINE = 64  # bytes
 _version = operator.attrgetter("_version")
@@ -33,7 +34,7 @@ class WeightWatch:
     """Tells whether a model's tensors, buffers or adapters were changed, added or exchanged since construction.
 
     torch's version counters show changes that autograd sees (`copy_`, optimizers, `load_state_dict`); a few bytes of
-    every tensor show most of those that it does not see (`.data`).
+    every tensor show most of those that it does not see (`.data`), but not of weights that are left in their files.
     """
 
     def __init__(self, model: torch.nn.Module, *, native: bool = True) -> None:
@@ -44,9 +45,12 @@ class WeightWatch:
         self._held = [*chain.from_iterable(map(dict.values, self._tables))]
         self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
         computed = (tensor for module in modules for _, tensor in computed_buffers(module))
-        every = [*(tensor for _, tensor in model_tensors(model)), *kept_in_memory(model), *computed]
+        narrow = narrow_tensors(model)  # they lie in files, which may be cut short: their bytes are not read again
+        own = [*model_tensors(model)]
+        every = [*(tensor for name, tensor in own if name not in narrow), *kept_in_memory(model), *computed]
         self._bringers = [(module, bringer(module)) for module in modules if is_brought(module)]
-        self._tensors = [tensor for tensor in every if not tensor.is_inference()]
+        counted = [*every, *(tensor for name, tensor in own if name in narrow)]
+        self._tensors = [tensor for tensor in counted if not tensor.is_inference()]
         spots = [spot.numpy().data for t in every if t.device.type == "cpu" for spot in _spots(t)]
         self._elsewhere = [Elsewhere(device, found) for device, found in _by_device(every).items()]
         kernels = compiled(WATCH) if native else None

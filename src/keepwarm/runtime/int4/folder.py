@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.checkpoint import language_model
+from keepwarm.runtime.checkpoint import generation_on, language_model
 from keepwarm.runtime.filling import Experts, empty, fill, keep_maps, shapes_of
 from keepwarm.runtime.int4.formats import Format, format_of
 from keepwarm.runtime.native.block_experts import Several, Stack
@@ -90,8 +90,7 @@ def _model(folder: Path, device: torch.device, dtype: torch.dtype, *, trust: boo
     # Equal bytes mean different weights in different types. Other ways to run the folder have other tensors.
     kept = {"kept": "as in the file", "types": json_digest("keepwarm int4 types 1", types)}
     model.config.quantization_config = settings | {"keepwarm": kept}
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = generation_on(folder)
     return model
 
 

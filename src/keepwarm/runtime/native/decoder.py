@@ -149,6 +149,7 @@ class LeanDecoder:
             vocab=parts.head.shape[0],
             is_bf16=self.dtype is torch.bfloat16,
             narrow_tables=isinstance(parts.embedding, torch.Tensor) and parts.embedding.dtype is not self.dtype,
+            tied=packing.is_tied(parts.embedding, parts.head),
             experts=max((len(experts.router.weight) for experts in parts.experts), default=0),
             chosen=max((experts.chosen for experts in parts.experts), default=0),
             expert=max((experts.all.down.weight.shape[-1] for experts in parts.experts), default=0),

@@ -94,6 +94,14 @@ inline void look_up(const Model& m, const void* table, int token, int width, flo
 #endif
 }
 
+// Writes a token's embedding, [hidden], times a factor.
+template <class T>
+inline void embed(const Model& m, int token, float* to) {
+    if (!m.tied) return look_up<T>(m, m.embedding, token, m.hidden, m.embedded, to);
+    const bf16* const panel = (const bf16*)m.embedding + (int64_t)token / LANES * LANES * m.hidden + token % LANES;
+    for (int i = 0; i < m.hidden; i++) to[i] = widened_bf16(panel[i * LANES].bits) * m.embedded;
+}
+
 // Caps the columns of thread `id` of `of` threads, and rounds them to T, to nearest even, as a model rounds its own
 // logits. They are still stored as floats.
 template <class T>
@@ -236,9 +244,7 @@ int forward(const Model& m, Step& s) {
             linear<W>(inner, rows, w.per_layer.up, m.hidden, b.y, id, of, nullptr);
             settle(rows, w.per_layer.after, w.factor);
         };
-        for (int row = id; row < s.rows && s.first == 0; row += of) {
-            look_up<T>(m, m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
-        }
+        for (int row = id; row < s.rows && s.first == 0; row += of) embed<T>(m, s.tokens[row], b.x + (int64_t)row * m.hidden);
         // Experts' rows need no clearing: their widths fill whole tiles.
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);

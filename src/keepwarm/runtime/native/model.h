@@ -104,6 +104,7 @@ enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, CLAMPED }
 struct Model {
     int32_t layers, hidden, heads, inner, vocab;  // `inner`: the widest MLP's width
     int32_t is_bf16, widens, narrow_tables;       // all of it is bfloat16; only the weights of products are; tables are
+    int32_t tied;                                 // the packed head, of bfloat16, is the embedding, too
     int32_t experts, chosen, expert;     // the most in any layer, and the widest expert's width; 0 if no layer has experts
     int32_t per_layer;                   // the width of a token's vectors for the layers; 0: it has none
     int32_t interleaved;                 // 1 if neighbouring dims are rotated together; 0 if halves are

@@ -16,7 +16,7 @@ class NarrowLinear(nn.Module):
     """`nn.Linear`, in float32, over a weight in bfloat16 `[out, in]`."""
 
     weight: torch.Tensor
-    bias: torch.Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`bias`: float32 `[out]`."""
@@ -50,7 +50,7 @@ class NarrowEmbedding(nn.Module):
 class TiedHead(nn.Module):
     """A head over the table of embeddings, which it has no part of."""
 
-    bias = None
+    bias: nn.Parameter | None = None
 
     def __init__(self, embedding: NarrowEmbedding) -> None:
         super().__init__()
@@ -70,6 +70,16 @@ def narrow_tensors(model: nn.Module) -> frozenset[str]:
     """Return the names of a model's weights that count as float32 and are kept in bfloat16."""
     kinds = NarrowLinear | NarrowEmbedding
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds))
+
+
+def widened(model: nn.Module) -> None:
+    """Replace the linear layers of a copy of a model by torch's own, in float32, to time it as transformers runs it."""
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, NarrowLinear | TiedHead):
+            made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            made.weight = nn.Parameter(module.weight.float(), requires_grad=False)
+            made.register_parameter("bias", module.bias)
+            model.set_submodule(name, made)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -153,16 +153,24 @@ class Packing:
         return Head(panels.address, int(panels.errors.ctypes.data), 1 / 4)
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
-        """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
-        are packed. If the head is the same tensor, its packed form at the address `packed` serves for both."""
+        """Return the address of the embeddings. If they are in blocks or narrow, and the head is the same tensor, its
+        packed form at the address `packed` serves for both. Else they are a `table`."""
         if isinstance(table, Blocks) and isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr():
             return packed
-        return self.table(table)
+        return packed if self.is_tied(table, head) else self.table(table)
+
+    def is_tied(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks) -> bool:
+        """Whether narrow embeddings are the head, too."""
+        if isinstance(table, Blocks) or isinstance(head, Blocks) or not self._narrow:
+            return False
+        return table.dtype is torch.bfloat16 and table.data_ptr() == head.data_ptr()
 
     def table(self, table: torch.Tensor | Blocks) -> int:
         """Return the address of a table of tokens' rows. It stays as the model has it, or is packed if it is in
-        blocks."""
-        return self.address(table) if isinstance(table, torch.Tensor) else self._in_blocks([table])
+        blocks. One that is narrower than the model lies in a file, which may change, and is copied."""
+        if isinstance(table, Blocks):
+            return self._in_blocks([table])
+        return self.address(table) if table.dtype is self._dtype else self._memory.add(table.detach())
 
     def address(self, tensor: torch.Tensor) -> int:
         self._held.append(tensor.detach())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 _NUMBERS = (
-    *("layers", "hidden", "heads", "inner", "vocab", "is_bf16", "widens", "narrow_tables"),
+    *("layers", "hidden", "heads", "inner", "vocab", "is_bf16", "widens", "narrow_tables", "tied"),
     *("experts", "chosen", "expert"),
 )
 _FACTS = ("per_layer", "interleaved", "centred", "wide", "parallel", "activation")
