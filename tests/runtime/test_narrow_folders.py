@@ -22,7 +22,7 @@ from tests.helpers.models import tiny
 from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import token_ids
-from keepwarm.runtime import loader, sources
+from keepwarm.runtime import loader, narrow_folder, sources
 from keepwarm.runtime.adapters.beside import beside
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
@@ -283,6 +283,14 @@ def test_widened_is_timed_as_transformers_runs_it(write: Write) -> None:
     assert any(isinstance(each, NarrowLinear) for each in model.modules())
     with torch.inference_mode():
         torch.testing.assert_close(copied(ids).logits, model(ids).logits)
+
+
+def test_an_adapter_of_a_hub_is_left_to_transformers(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may lie beside a whole model, and transformers then takes the adapter's base."""
+    folder = write(tiny("llama"))
+    (folder / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(narrow_folder, "cached_file", lambda _, name, **__: str(folder / name))
+    assert kept_narrow("somebody/something", CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize("shards", [1, 3])

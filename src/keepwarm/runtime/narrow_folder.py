@@ -57,6 +57,8 @@ def kept_narrow(where: Path | str, device: torch.device, dtype: torch.dtype) -> 
 def _fetched(name: str) -> Path:
     """Fetch the files of a hub's model that are read here. transformers would fetch them, too."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
+    if cached_file(name, "adapter_config.json", **quiet) is not None:
+        raise _Other("it is an adapter")
     for beside in ("config.json", "generation_config.json"):
         cached_file(name, beside, **quiet)
     found = cached_file(name, "model.safetensors", **quiet)
@@ -79,6 +81,8 @@ def _model(folder: Path) -> PreTrainedModel:
         raise _Other("there are no kernels")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config = (language_model(config) if is_part else None) or config
+    if getattr(config, "quantization_config", None) is not None:
+        raise _Other("it is quantized")
     tensors = Tensors.of(folder)
     named = named_as_in_model(folder, tensors.found, is_part=is_part)
     tied = bool(config.tie_word_embeddings) and not has_own_head(named)
