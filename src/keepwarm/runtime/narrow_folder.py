@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from keepwarm.errors import UnsupportedModel
@@ -71,6 +70,8 @@ def _fetched(name: str) -> Path:
 
 
 def _model(folder: Path) -> PreTrainedModel:
+    from transformers.conversion_mapping import get_model_conversion_mapping  # other versions may have it elsewhere
+
     told = json.loads((folder / "config.json").read_bytes())
     if refused := [name for name in _REFUSED if told.get(name) is not None]:
         raise _Other(f"its config.json has {refused[0]}")
